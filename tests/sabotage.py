@@ -484,8 +484,8 @@ SABOTAGES = [
         promise="exact",
         file="numerics/comparison.py",
         place="relative_differences",
-        text="relative = difference / max(scale, floor)",
-        replacement="relative = 0.0",
+        text="quotients.append(difference / max(scale, floor))",
+        replacement="quotients.append(0.0)",
         seen_by="test_difference_measured_and_explained",
     ),
     Sabotage(
@@ -1556,10 +1556,10 @@ SABOTAGES = [
     Sabotage(
         name="a right step is refused, because gradients of its rows nearly cancel",
         promise="clear errors",
-        file="verify/look_results.py",
-        place="LookResults.limit",
-        text="and _do_rows_cancel(self)",
-        replacement="and False",
+        file="verify/look_rounding.py",
+        place="ComparedResults.rests_on_rows",
+        text="return _do_rows_cancel(self)",
+        replacement="return False",
         seen_by="test_cancelling_gradients_not_refused",
     ),
     Sabotage(

@@ -12,9 +12,15 @@ _WORST_CONDITION = 1e9
 
 
 def is_close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Whether no entry is further off than ``tolerance`` times the largest."""
+    """Whether no entry is further off than ``tolerance`` times the largest.
+
+    Nothing is close to NaN or infinity, nor are vectors without an entry.
+    """
+    if not actual.numel():
+        return False
     error = (actual - expected).abs().max()
-    return bool(error <= tolerance * expected.abs().max())
+    bound = tolerance * expected.abs().max()
+    return bool(bound.isfinite()) and bool(error <= bound)
 
 
 def factor_between(actual: Tensor, expected: Tensor, tolerance: float) -> float | None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices.bits import same_bits
 from scatterpar.devices.copies import to_numbers
 
 # A gradient below this part of the largest one may be rounding alone.
@@ -65,21 +64,24 @@ def relative_differences(
 
     For each tensor it is the largest difference of an entry over the largest entry, or
     over a part of the largest entry of all tensors, ``smallest_scale``, if that is
-    more. It is infinite for NaN, or if only one of the two has a gradient and it is not
-    zero.
+    more. It is infinite for NaN and infinity, or if only one of the two has a gradient
+    and it is not zero.
     """
     pairs = list(zip(actual, expected, strict=True))
     differences = magnitudes([_difference(*pair) for pair in pairs])
     scales = magnitudes(expected)
-    floor = max(smallest_scale * max(scales, default=0.0), math.ulp(0.0))
-    quotients = []
+    # Beside an infinite scale every difference would be zero.
+    largest = max(filter(math.isfinite, scales), default=0.0)
+    floor = max(smallest_scale * largest, math.ulp(0.0))
+    quotients: list[float] = []
     for pair, difference, scale in zip(pairs, differences, scales, strict=True):
-        relative = difference / max(scale, floor)
-        # NaN would be no difference, since it is larger than nothing.
-        is_infinite = math.isnan(relative) or any(gradient is None for gradient in pair)
-        if difference and is_infinite:
-            relative = math.inf
-        quotients.append(relative)
+        is_comparable = math.isfinite(difference) and math.isfinite(scale)
+        if difference == 0:
+            quotients.append(0.0)
+        elif is_comparable and all(gradient is not None for gradient in pair):
+            quotients.append(difference / max(scale, floor))
+        else:
+            quotients.append(math.inf)
     return quotients
 
 
@@ -106,17 +108,3 @@ def magnitudes(tensors: LeafGradients) -> list[float]:
         for number, size in zip(norms, numbers, strict=True):
             sizes[number] = size
     return sizes
-
-
-def difference_of_outputs(actual: Tensor, expected: Tensor) -> float:
-    """The largest relative difference between two outputs of one shape; NaN counts as
-    zero.
-
-    It is infinite if outputs that are not floating-point differ.
-    """
-    if same_bits(actual, expected):
-        return 0.0
-    if not (actual.is_floating_point() or actual.is_complex()):
-        return math.inf
-    # NaN would be an infinite difference, also if both outputs have it.
-    return relative_difference([actual.nan_to_num()], [expected.nan_to_num()])

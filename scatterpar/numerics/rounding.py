@@ -56,8 +56,8 @@ BFLOAT16 = Format(2.0**-7, tolerance=3e-2, limit=5e-2)
 HALF_IN_KERNELS = Format(0.0, tolerance=3e-2, limit=0.0)
 # Of a step in single precision that a look computes in double precision.
 SINGLE_IN_DOUBLE = Format(0.0, tolerance=FLOAT32.tolerance, limit=0.0)
-# Such as float8: nothing can be compared.
-COARSER = Format(2.0**-2, tolerance=1.0, limit=1.0)
+# Such as float8: what is off by more is seldom more than rounding, say the nudges.
+COARSER = Format(2.0**-2, tolerance=3e-2, limit=2.0**-2)
 
 _FORMATS = {
     torch.float64: FLOAT64,

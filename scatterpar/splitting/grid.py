@@ -51,8 +51,8 @@ class SplitGrid(Printed):
 
     @property
     def passed(self) -> bool:
-        """Whether only rounding differs in all cells."""
-        return all(cell.report.passed for cell in self.cells)
+        """Whether there are cells, and only rounding differs in all of them."""
+        return bool(self.cells) and all(cell.report.passed for cell in self.cells)
 
     def assert_passed(self, allow: Mapping[str, str] | None = None) -> None:
         """Raise an ``AssertionError`` with the table, unless all is as it should be.

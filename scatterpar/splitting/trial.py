@@ -118,7 +118,7 @@ class Trial:
     def differing(self, actual: Gradients, expected: Gradients) -> list[str]:
         """The names of the parameters that differ by more than rounding."""
         errors = self._errors(actual, expected)
-        return [name for name, error in errors.items() if error > self.limit]
+        return [name for name, error in errors.items() if not error <= self.limit]
 
     def invisible(self, gradients: Gradients) -> list[str]:
         """The names of gradients that are zero, or rounding beside the largest."""
@@ -152,7 +152,7 @@ class Trial:
             ) from error
         reference, results, worst, _ = comparison
         coarsest = reference.coarsest or results[0].coarsest
-        if coarsest is not None and worst > self.limit:
+        if coarsest is not None and not worst <= self.limit:
             self.limit = max(self.limit, _CAST.get(coarsest, _LARGEST_LIMIT))
             self._tell_limit(f"the step computes in {coarsest}")
             comparison = self._judged(reference, results)

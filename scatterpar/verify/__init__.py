@@ -18,6 +18,7 @@ rounding, it refuses before anything changes, and says what would be right::
         measurements    outputs, memory, state that moves     moved_state
         user_code       restores what runs have changed     dropped_records,
                                                             opened_files
+        look_rounding   what rounding explains: who is asked, in which order
         look_results    results, and further runs on demand output_differences
         look_causes     why not: questions to these results
         verdicts        words for the cause, which is of the list in ``causes``

@@ -6,6 +6,7 @@ A replica begins each step with the user's attributes, so such state is lost.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.copies import write
-from scatterpar.numerics.comparison import SMALLEST_SCALE
 from scatterpar.spans import Part
 from scatterpar.step.loss import loss_of
 from scatterpar.torch_private.thread_modes import OperatorMode
 from scatterpar.verify.moved_state import new_in, state_of
+from scatterpar.verify.results import Result
 from scatterpar.verify.runs import Runs
 
 _OTHER_WEIGHTS = 0.1  # how much other they are, relatively
@@ -85,9 +86,10 @@ def state_that_begins(runs: Runs, rows: Part) -> list[str]:
     with runs.surroundings(task):
         runs.nudge(0, _OTHER_WEIGHTS)
         without_state = loss_of_rows()
-    scale = max(abs(with_state), abs(without_state), SMALLEST_SCALE)
-    difference = abs(with_state - without_state) / scale
-    return names if difference > runs.rounding.limit else []
+    if not (math.isfinite(with_state) or math.isfinite(without_state)):
+        return []  # of other weights the loss says nothing
+    difference = Result(with_state, ()).difference_from(Result(without_state, ()))
+    return [] if difference <= runs.rounding.limit else names
 
 
 class _Seeds(OperatorMode):

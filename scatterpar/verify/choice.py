@@ -11,11 +11,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 
+from scatterpar.batch.batch import batch_of
 from scatterpar.numerics.comparison import Inconclusive
+from scatterpar.step.loss_weights import is_smoothed, term_counts
 from scatterpar.step.request import LossCandidate, Request
-from scatterpar.verify.look_results import weighted_parts
-from scatterpar.verify.rows import Parts
+from scatterpar.verify.rows import Parts, positions_of
 
 # The last digits of a weight depend on the order of a sum.
 _DIGITS = 9  # of weights that are compared
@@ -56,3 +59,26 @@ def candidate_of(request: Request) -> LossCandidate:
         terms = "rows" if request.count is None else "what count= gives"
         words = f"a mean over {terms}"
     return LossCandidate(words, request.reduction, request.count)
+
+
+def weighted_parts(request: Request, parts: Parts) -> tuple[Parts, Sequence[float]]:
+    """The parts, and the factors by which the engine would multiply their losses.
+
+    Raises:
+        Inconclusive: no row has a term.
+    """
+    if not request.is_mean:  # with whole_batch, too
+        return parts, [1.0] * len(parts)
+    spans = [(rows.start, rows.stop) for rows in positions_of(parts)]
+    (batch,) = request.batches
+    # Terms are counted in the pieces, since these rows are no slices of the batch.
+    pieces = [batch.select(part).unwrapped() for part in parts]
+    no_batch = batch_of(None, None, request.rows, request.dim)
+    terms = term_counts(replace(request, batches=[no_batch]), spans, pieces)
+    total = sum(terms)
+    if not total:
+        raise Inconclusive("none of the rows adds anything")
+    if is_smoothed(request) and 0.0 in terms:
+        # They have a loss, but not by themselves: its mean is over no terms.
+        return [list(chain(*parts))], [1.0]
+    return parts, [count / total for count in terms]

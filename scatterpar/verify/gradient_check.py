@@ -133,8 +133,8 @@ class PlainComparison:
         result in float64 as the step is from the plain pass.
         """
         own = max(relative_differences(self.expected, in_double.expected), default=0.0)
-        is_rounding = own * _FACTOR_OF_ROUNDING >= self.report.worst
-        if in_double.report.worst > self.report.limit or not is_rounding:
+        is_rounding = self.report.worst <= own * _FACTOR_OF_ROUNDING < math.inf
+        if not (is_rounding and in_double.report.worst <= self.report.limit):
             return self.report
         return replace(in_double.report, limit=self.report.limit, in_double=True)
 

@@ -41,10 +41,11 @@ from scatterpar.step.turns import Scope
 from scatterpar.threads.process_settings import FULL_FLOAT32
 from scatterpar.threads.workers import Overdue
 from scatterpar.verify.beginning_state import draws_are_seeded, state_that_begins
+from scatterpar.verify.choice import weighted_parts
 from scatterpar.verify.dropped_warnings import warnings_dropped
 from scatterpar.verify.look_causes import has_gradient_of_no_loss
 from scatterpar.verify.look_report import CallEffects, LookReport
-from scatterpar.verify.look_results import LookResults, name_of, weighted_parts
+from scatterpar.verify.look_results import LookResults, name_of
 from scatterpar.verify.measurements import (
     attributes_that_calls_move,
     bytes_per_row,
@@ -145,8 +146,10 @@ def _without_tf32(device: torch.device) -> contextlib.AbstractContextManager[Non
 def first_report(looks: Sequence[ReplicaLook], in_double: ReplicaLook) -> LookReport:
     """The report on chosen rows, or on others if user code fails for them.
 
-    What rounding may explain is asked again of ``in_double``: where gradients of rows,
-    or of choices within a row, nearly cancel, their rounding is no longer small.
+    What rounding may explain is asked again of ``in_double``, before a refusal, and
+    before a yes that rests on rows alone: where gradients of rows, or of choices within
+    a row, nearly cancel, their rounding is no longer small. ``look_rounding`` has the
+    order of all who are asked.
 
     Raises:
         Inconclusive: the look could not tell.
@@ -155,7 +158,7 @@ def first_report(looks: Sequence[ReplicaLook], in_double: ReplicaLook) -> LookRe
     if isinstance(answer, Inconclusive):
         may_be_rounding = isinstance(answer, OnlyRounding)
     else:
-        may_be_rounding = answer.verdict.is_of_difference
+        may_be_rounding = answer.verdict.may_be_rounding
     if may_be_rounding and in_double.runs.user_code.is_widened:
         try:
             with in_double.runs.user_code.isolated():
@@ -313,8 +316,8 @@ class ReplicaLook:
             at_once.result,
             in_parts.result,
             tolerance,
-            self.choice.ignored,
             runs,
+            self.choice.ignored,
             draws_steadily,
             moved,
         )
@@ -422,12 +425,14 @@ def _require_gradients(expected: Result, run: RunResult) -> None:
     if not expected.is_finite:
         raise Inconclusive("a gradient is NaN or infinite")
     has_gradient = run.num_with_gradient or expected.has_gradient
-    if expected.gradients and not has_gradient:
+    # Without gradients, as of reentrant checkpoints, losses are compared alone.
+    is_loss_zero = not (expected.gradients or expected.loss or run.result.loss)
+    if is_loss_zero or (expected.gradients and not has_gradient):
         raise Inconclusive("all gradients are zero")
 
 
 def _verdict_of(results: LookResults, run: RunResult) -> Verdict:
-    if results.difference > results.tolerance:
+    if not results.is_within_tolerance:
         if results.runs.pairs_of_rows is not None:
             return pairs_of_rows(results.runs.pairs_of_rows)
         if results.runs.lends and results.runs.user_code.draws_differ:

@@ -48,10 +48,12 @@ def has_gradient_of_no_loss(results: LookResults) -> Finding | None:
     if not (of_parts.has_gradient and of_parts.is_finite):
         return None
     at_once = runs.at_once(results.rows, scale=0.0)
+    if not at_once.is_finite:
+        return None
     difference = relative_difference(of_parts.gradients, at_once.gradients)
-    if difference > results.tolerance:
-        return Finding(CauseKind.GRADIENT_OF_NO_LOSS, difference=difference)
-    return None
+    if difference <= results.tolerance:
+        return None
+    return Finding(CauseKind.GRADIENT_OF_NO_LOSS, difference=difference)
 
 
 def is_rounding(results: LookResults) -> bool:
@@ -116,11 +118,14 @@ def do_rows_meet(results: LookResults) -> Finding | None:
 
 def do_losses_combine(results: LookResults) -> bool:
     """Whether the losses of parts of one output combine to that of all its rows."""
-    if results.request.whole_batch or results.loss_of_output is None:
+    whole = results.loss_of_output
+    if results.request.whole_batch or whole is None:
+        return False
+    if not (whole.loss or whole.has_gradient):  # zeros combine in every way
         return False
     of_parts = losses_of_parts(results.runs, results.outputs[0], results.parts)
     combined = weighted_sum(of_parts, results.step_weights)
-    return combined.difference_from(results.loss_of_output) <= results.tolerance
+    return combined.difference_from(whole) <= results.tolerance
 
 
 def uses_outputs_of_a_part(results: LookResults) -> bool:

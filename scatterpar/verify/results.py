@@ -38,8 +38,11 @@ class Result:
         return any(magnitudes(self.gradients))
 
     def difference_from(self, expected: Result) -> float:
-        """The relative difference of gradients, or of losses if that is larger."""
-        if not math.isfinite(self.loss):
+        """The relative difference of gradients, or of losses if that is larger.
+
+        It is infinite if a number of either is NaN or infinite.
+        """
+        if not (math.isfinite(self.loss) and math.isfinite(expected.loss)):
             return math.inf
         # A loss near zero is a difference of larger terms, whose rounding it has.
         scale = max(abs(self.loss), abs(expected.loss), SMALLEST_SCALE)

@@ -45,6 +45,7 @@ class Verdict:
         error: the replica's error that the text shows.
         problem: the first line of the text, if losses do not combine.
         cause: why not, and what to pass, if one count or reduction explains it.
+        rests_on_rows: whether rows alone say that a difference is rounding.
     """
 
     action: Action
@@ -52,11 +53,15 @@ class Verdict:
     error: Exception | None = None
     problem: str = ""
     cause: str = ""
+    rests_on_rows: bool = False
 
     @property
-    def is_of_difference(self) -> bool:
-        """Whether results are refused that rounding may have made different."""
-        return self.action is Action.REFUSE and self.error is None
+    def may_be_rounding(self) -> bool:
+        """Whether float64 may say otherwise: a difference is refused, or called
+        rounding because of rows alone.
+        """
+        is_refused = self.action is Action.REFUSE and self.error is None
+        return is_refused or self.rests_on_rows
 
 
 RIGHT = Verdict(Action.PROCEED)
@@ -343,7 +348,7 @@ def _unknown(results: LookResults, _: Finding) -> Verdict:
 
 
 # Results that may differ: the program is right.
-_RIGHT = CauseKind.UNREPEATABLE, CauseKind.ROUNDING, CauseKind.NUMBERS_PER_PART
+_RIGHT = CauseKind.UNREPEATABLE, CauseKind.NUMBERS_PER_PART
 _WORDS = {
     CauseKind.GRADIENT_OF_NO_LOSS: gradient_of_no_loss,
     CauseKind.WRONG_WITH_ONE_PART: _wrong_on_the_replica,
@@ -359,6 +364,8 @@ def verdict_of(results: LookResults) -> Verdict:
     finding, _ = first_finding(results, QUESTIONS)
     if finding.weights is not None:
         return _other_weights(results, finding.weights)
+    if finding.kind is CauseKind.ROUNDING:
+        return replace(RIGHT, rests_on_rows=results.rests_on_rows)
     if finding.kind in _RIGHT:
         return RIGHT
     words = _WORDS.get(finding.kind, _unknown)

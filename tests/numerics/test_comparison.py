@@ -67,19 +67,13 @@ def test_magnitude_of_no_tensor_is_zero():
     ]
 
 
-@pytest.mark.parametrize(
-    ("actual", "difference"),
-    [
-        (numbers(1, 2), 0.0),
-        (numbers(1, 1), 0.5),
-        (numbers(math.nan, 2), 0.5),  # as zero
-    ],
-)
-def test_outputs_relative_to_largest_entry(actual, difference):
-    assert comparison.difference_of_outputs(actual, numbers(1, 2)) == difference
-
-
-def test_integers_equal_or_infinitely_off():
-    one, other = torch.tensor([1, 2]), torch.tensor([1, 3])
-    assert comparison.difference_of_outputs(one, one.clone()) == 0
-    assert comparison.difference_of_outputs(one, other) == math.inf
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_value_that_is_not_finite_is_infinitely_off(value):
+    """It divided by zero for NaN, and every difference was zero beside infinity."""
+    bad, zero, good = numbers(value), numbers(0), numbers(1)
+    differences = comparison.relative_differences
+    assert differences([good, zero], [bad, zero]) == [math.inf, 0]
+    assert differences([bad, numbers(0.5)], [good, good]) == [math.inf, 0.5]
+    assert differences([good, numbers(0.5)], [bad, good]) == [math.inf, 0.5]
+    assert differences([bad], [bad]) == [math.inf]
+    assert differences([None], [bad]) == [math.inf]

@@ -15,8 +15,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from scatterpar import Rows, ScatterOnceParallel, count_labels
+from scatterpar.batch.batch import batch_of
+from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.step.loop_options import LoopOptions
-from scatterpar.step.request import LossCandidate
+from scatterpar.step.request import LossCandidate, Request
+from scatterpar.verify.choice import weighted_parts
 
 BY_LABELS = LossCandidate("a mean over labels", count=count_labels(key="targets"))
 BY_ROWS = LossCandidate("a mean over rows")
@@ -234,3 +237,49 @@ def test_entries_of_the_candidate_reach_the_module(devices, first):
     assert_gradients(model, expected)
     assert engine.chosen is candidates[1]
     assert torch.equal(engine.chosen.entries["items"], items)
+
+
+# --- weights of parts ---
+
+MIXED = torch.tensor([0, -100, 1, -100, 1])
+
+
+def request(criterion=None, **options):
+    return Request([batch_of(MIXED, MIXED, 5, 0)], 0, criterion, **options)
+
+
+def num_labels(inputs, targets):
+    return (targets != -100).sum()
+
+
+def test_parts_of_mean_weighted_by_rows():
+    parts = [[0, 1, 2], [3, 4]]
+    assert weighted_parts(request(), parts) == (parts, [3 / 5, 2 / 5])
+    assert weighted_parts(request(reduction="sum"), parts) == (parts, [1.0, 1.0])
+
+
+def test_cross_entropy_counts_its_labels():
+    parts = [[0, 1, 2], [3, 4]]
+    assert weighted_parts(request(nn.CrossEntropyLoss()), parts) == (
+        parts,
+        [2 / 3, 1 / 3],
+    )
+
+
+def test_count_gets_copies_of_the_rows_of_parts():
+    pieces = []
+
+    def count(inputs, targets):
+        pieces.append((inputs, targets))
+        return len(targets)
+
+    parts = [[0, 2], [4]]
+    assert weighted_parts(request(count=count), parts) == (parts, [2 / 3, 1 / 3])
+    assert [targets.tolist() for _, targets in pieces] == [[0, 1], [1]]
+    pieces[0][0].zero_()
+    assert MIXED.tolist() == [0, -100, 1, -100, 1]
+
+
+def test_rows_without_labels_inconclusive():
+    with pytest.raises(Inconclusive, match="none of the rows adds anything"):
+        weighted_parts(request(count=num_labels), [[1], [3]])

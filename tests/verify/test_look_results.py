@@ -15,9 +15,8 @@ from torch import nn
 from scatterpar import ScatterOnceParallel
 from scatterpar.batch.batch import batch_of
 from scatterpar.causes.evidence import CauseKind
-from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.step.request import Request
-from scatterpar.verify import look, look_results
+from scatterpar.verify import look, look_rounding
 from scatterpar.verify.look_causes import (
     do_losses_combine,
     do_rows_meet,
@@ -25,7 +24,7 @@ from scatterpar.verify.look_causes import (
     shapes_of,
     uses_number,
 )
-from scatterpar.verify.look_results import LookResults, name_of, weighted_parts
+from scatterpar.verify.look_results import LookResults, name_of
 from scatterpar.verify.results import Result
 from scatterpar.verify.verdicts import RIGHT
 
@@ -189,8 +188,8 @@ def test_number_of_a_part_that_the_loss_uses(monkeypatch, of_rows, is_used):
     assert answer == (of_rows and bool(is_used))
 
 
-def test_rounding_explains_no_wrong_sum(monkeypatch):
-    answer = asked(monkeypatch, look_results._difference_by_rounding)
+def test_nudges_explain_no_wrong_sum(monkeypatch):
+    answer = asked(monkeypatch, look_rounding._difference_by_nudges)
     assert 0 <= answer < 1e-12
 
 
@@ -217,50 +216,11 @@ def test_loss_named_as_its_loop_says():
     assert name_of(request(loss_name="compute_loss")) == "compute_loss"
 
 
-# --- weights of parts, and sentences ---
-
 LABELS = torch.tensor([0, -100, 1, -100, 1])
 
 
 def request(criterion=None, **options):
     return Request([batch_of(LABELS, LABELS, 5, 0)], 0, criterion, **options)
-
-
-def num_labels(inputs, targets):
-    return (targets != -100).sum()
-
-
-def test_parts_of_mean_weighted_by_rows():
-    parts = [[0, 1, 2], [3, 4]]
-    assert weighted_parts(request(), parts) == (parts, [3 / 5, 2 / 5])
-    assert weighted_parts(request(reduction="sum"), parts) == (parts, [1.0, 1.0])
-
-
-def test_cross_entropy_counts_its_labels():
-    parts = [[0, 1, 2], [3, 4]]
-    assert weighted_parts(request(nn.CrossEntropyLoss()), parts) == (
-        parts,
-        [2 / 3, 1 / 3],
-    )
-
-
-def test_count_gets_copies_of_the_rows_of_parts():
-    pieces = []
-
-    def count(inputs, targets):
-        pieces.append((inputs, targets))
-        return len(targets)
-
-    parts = [[0, 2], [4]]
-    assert weighted_parts(request(count=count), parts) == (parts, [2 / 3, 1 / 3])
-    assert [targets.tolist() for _, targets in pieces] == [[0, 1], [1]]
-    pieces[0][0].zero_()
-    assert LABELS.tolist() == [0, -100, 1, -100, 1]
-
-
-def test_rows_without_labels_inconclusive():
-    with pytest.raises(Inconclusive, match="none of the rows adds anything"):
-        weighted_parts(request(count=num_labels), [[1], [3]])
 
 
 class ByHand(LookResults):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 
 from scatterpar.verify.output_differences import (
@@ -60,3 +63,30 @@ def row_by_row(*views):
 
 def test_entries_row_by_row_in_order():
     assert difference_of(lambda rows: row_by_row(rows, -rows)) == 0
+
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("computed", "whole", "difference"),
+    [
+        ([1.0, 1.0], [1.0, 2.0], 0.5),
+        ([NAN, 1.0], [NAN, 2.0], 0.5),  # of a row without a term, in both
+        ([INF, 1.0], [INF, 2.0], 0.5),
+        ([NAN, 2.0], [0.0, 2.0], INF),  # NaN is no zero
+        ([1.0, 2.0], [NAN, 2.0], INF),
+        ([INF, 2.0], [-INF, 2.0], INF),
+        ([1.0, 2.0], [INF, 2.0], INF),
+    ],
+)
+def test_outputs_relative_to_largest_entry(computed, whole, difference):
+    pieces = [torch.tensor([row]) for row in computed]
+    found = difference_by_rows(torch.tensor(whole), pieces, [[0], [1]], 0)
+    assert found == difference
+
+
+def test_integers_equal_or_infinitely_off():
+    pieces = [torch.tensor([1]), torch.tensor([2])]
+    assert difference_by_rows(torch.tensor([1, 2]), pieces, [[0], [1]], 0) == 0
+    assert difference_by_rows(torch.tensor([1, 3]), pieces, [[0], [1]], 0) == INF

@@ -9,12 +9,13 @@ import sys
 import pytest
 import torch
 from harness.oracle import assert_gradients, build, gradients, randint, randn
-from harness.pages import ROOT, Checked, blocks, namespace, read, run, sections
+from harness.pages import Checked, blocks, namespace, read, run, sections
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import scatterpar
 from scatterpar import ScatterOnceParallel
+from scatterpar.log import logger
 from scatterpar.plan import make_plan
 from scatterpar.torch_private.thread_modes import PROFILE_ALL_THREADS
 
@@ -23,14 +24,15 @@ START = blocks(read("docs/start.md"), "python")
 
 # --- debug ---
 
-DEBUG = list(sections("docs/debug.md").values())
+DEBUG = sections("docs/limits.md")["Debug a step"]
+FAILS, ALONE, WITH_ONE_REPLICA, NOT_FINITE, ANOMALY, CHECK, LOG = blocks(
+    DEBUG, "python"
+)
 
 
 @pytest.fixture
-def debugged():
-    """``follow(section)`` runs its snippets with these names, and with an engine if
-    asked.
-    """
+def names():
+    """What the snippets take for granted."""
     model = build(lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)))
     names = {"torch": torch, "ScatterOnceParallel": ScatterOnceParallel, "model": model}
     names |= {
@@ -38,56 +40,53 @@ def debugged():
         "labels": randint(3, 64),
         "criterion": cross_entropy,
     }
-
-    def follow(section, with_engine=False):
-        if with_engine:
-            names["engine"] = ScatterOnceParallel(model, 4, ["cpu"] * 2)
-        for code in blocks(DEBUG[section], "python"):
-            run(code, names)
-
-    return names, follow
+    return names
 
 
-def test_error_and_notes_as_on_the_page(debugged):
-    names, follow = debugged
+def test_error_and_notes_as_on_the_page(names):
     with pytest.raises(IndexError) as caught:
-        follow(0)
-    (shown,) = blocks(DEBUG[0], "text")
+        run(FAILS, names)
+    (shown,) = blocks(DEBUG, "text")
     said = [f"IndexError: {caught.value}", *caught.value.__notes__]
     assert "\n".join(said) == shown.strip()
-    with pytest.raises(IndexError, match="Target 7 is out of bounds"):
-        follow(1)  # its rows alone
+    for alone in (ALONE, WITH_ONE_REPLICA):
+        with pytest.raises(IndexError, match="Target 7 is out of bounds"):
+            run(alone, names)
     names["labels"][45] = 0
-    follow(1)
+    run(ALONE, names)
+    run(WITH_ONE_REPLICA, names)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly")
-def test_nan_row_anomaly_and_check_are_shown(debugged, capsys):
-    names, follow = debugged
-    follow(3, with_engine=True)
-    follow(4, with_engine=True)
+def test_nan_row_anomaly_and_check_are_shown(names, capsys):
+    run(ANOMALY, names)
+    names["engine"] = ScatterOnceParallel(names["model"], 4, ["cpu"] * 2)
+    run(CHECK, names)
     assert "only rounding differs" in capsys.readouterr().out
     names["images"][19, 3] = torch.nan
-    follow(2)
+    run(NOT_FINITE, names)
     assert "sub-step 2; nothing was changed" in capsys.readouterr().out
     assert names["bad"] == [19]
 
 
+def test_log_is_that_of_the_page():
+    assert f'"{logger.name}"' in LOG
+
+
 @pytest.mark.draws
-def test_page_profiles_all_threads(debugged, tmp_path, monkeypatch, capsys):
+def test_page_profiles_all_threads(names, tmp_path, monkeypatch, capsys):
     """The profile has the blocks of a step and of its sub-steps, on two replicas."""
     monkeypatch.chdir(tmp_path)
-    names, follow = debugged
     names["device_ids"] = ["cpu"] * 2
-    (number,) = [i for i, section in enumerate(DEBUG) if "export_chrome" in section]
-    follow(number)
+    (code,) = blocks(sections("docs/gpus.md")["Why is my step slow?"], "python")
+    run(code, names)
     assert "scatterpar compute" in capsys.readouterr().out
     found = {entry.key for entry in names["profiler"].key_averages()}
     for part in ("scatter", "replicate", "compute", "reduce", "commit"):
         assert f"scatterpar {part}" in found
     for part in ("arrival", "forward", "backward"):
         assert {f"scatterpar {part} {sub_step}" for sub_step in range(4)} <= found
-    assert PROFILE_ALL_THREADS.partition("=")[2] in DEBUG[number]
+    assert PROFILE_ALL_THREADS.partition("=")[2] in code
 
 
 # --- splitcheck ---
@@ -166,25 +165,6 @@ def test_pair_gives_whole_batch_gradient():
 def test_shown_plan_is_the_engines():
     plan = make_plan(4096, [torch.device("cuda", i) for i in range(4)], accum=16)
     assert f"```text\n{plan}\n```" in read("docs/how-it-works.md")
-
-
-THEIRS = (
-    "does not require grad|positional "
-    "arguments|externally-managed|ensurepip|different Python"
-)
-THEIRS += "|more than 1 value|torchvision::|Could not import"
-
-
-def test_troubleshooting_quotes_our_messages():
-    source = "\n".join(file.read_text() for file in (ROOT / "scatterpar").rglob("*.py"))
-    source = re.sub(r"""["']\s*\n\s*f?["']""", "", source)
-    rows = re.findall(r"^\| (.*?) \|", read("docs/troubleshooting.md"), re.MULTILINE)
-    quoted = [text for row in rows for text in re.findall(r"`([^`]{20,})`", row)]
-    assert len(quoted) > 10
-    for message in quoted:
-        if not re.search(THEIRS, message):
-            for part in filter(None, (part.strip() for part in message.split("…"))):
-                assert part in source, part
 
 
 @pytest.mark.slow

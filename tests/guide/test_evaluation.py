@@ -1,4 +1,4 @@
-"""The programs of docs/evaluation.md give what plain torch gives."""
+"""The programs that evaluate on docs/recipes.md give what plain torch gives."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import re
 import pytest
 import torch
 from harness.oracle import build, randint, randn
-from harness.pages import blocks, read
+from harness.pages import blocks, sections
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
 
-CLASSIFIER, LANGUAGE, RETRIEVAL, MEMORY = blocks(read("docs/evaluation.md"), "python")
+SECTIONS = sections("docs/recipes.md")
+(CLASSIFIER,) = blocks(SECTIONS["Evaluate"], "python")
+(LANGUAGE,) = blocks(SECTIONS["Perplexity of a language model"], "python")
+(RETRIEVAL,) = blocks(SECTIONS["Recall of a retrieval model"], "python")
+(MEMORY,) = blocks(SECTIONS["Memory of an evaluation"], "python")
 ROWS, FEATURES, CLASSES, LENGTH = 27, 4, 3, 6
 
 

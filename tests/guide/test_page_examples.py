@@ -25,7 +25,7 @@ PAGES = {
         title: blocks(text, "python")
         for title, text in sections(f"docs/{page}.md").items()
     }
-    for page in ("batches", "losses", "recipes", "tasks")
+    for page in ("batches", "losses", "recipes")
 }
 # the snippets before the first heading
 PAGES["losses"][""] = blocks(read("docs/losses.md").partition("\n## ")[0], "python")
@@ -270,7 +270,15 @@ ENDS = {
     ),
 }
 # Sections with a test of their own below.
-OWN = {"QLoRA on several GPUs", "Save and resume"}
+OWN = {
+    "QLoRA on several GPUs",
+    "Save and resume",
+    # in test_evaluation.py
+    "Evaluate",
+    "Perplexity of a language model",
+    "Recall of a retrieval model",
+    "Memory of an evaluation",
+}
 COMPILED = "Compiled models"  # torch's compiler takes a second
 ALL = [
     pytest.param(page, title, marks=[pytest.mark.slow] if title == COMPILED else [])

@@ -20,6 +20,7 @@ rounding, it refuses before anything changes, and says what would be right::
                                                             opened_files
         look_rounding   what rounding explains: who is asked, in which order
         look_results    results, and further runs on demand output_differences
+        row_broadcasts  rows of a micro-batch that are taken for columns
         look_causes     why not: questions to these results
         verdicts        words for the cause, which is of the list in ``causes``
     output_looks        the pair's looks: rows of its outputs in the place of a module's

@@ -52,6 +52,7 @@ from scatterpar.verify.measurements import (
 )
 from scatterpar.verify.moved_state import moved_between
 from scatterpar.verify.results import Result
+from scatterpar.verify.row_broadcasts import broadcast_of_rows
 from scatterpar.verify.rows import MAX_BYTES, MIN_ROWS, Parts, RowChoice, in_two
 from scatterpar.verify.runs import RunResult, Runs
 from scatterpar.verify.verdicts import (
@@ -60,6 +61,7 @@ from scatterpar.verify.verdicts import (
     error_of_replica,
     gradient_of_no_loss,
     pairs_of_rows,
+    rows_broadcast,
     taken_for_rows,
     verdict_of,
 )
@@ -200,6 +202,10 @@ def _first_answer(
                         defect(f"in a look: {failure!r}")
                     # Without its frames, which hold rows, outputs, and this object.
                     error = failure.with_traceback(None)
+            # All failed: these rows are other numbers than a micro-batch has.
+            verdict = replica_look.verdict_of_broadcast()
+            if verdict is not None:
+                return LookReport(verdict), ()
     assert error is not None
     if is_out_of_memory(error):
         raise Inconclusive("memory ran out", patience=2)
@@ -328,6 +334,30 @@ class ReplicaLook:
         scope = self._scope(in_parts)
         effects = CallEffects(moved, is_seeded, lost, thread_locals, scope)
         return LookReport(verdict, effects, chosen, results.difference, tolerance)
+
+    def verdict_of_broadcast(self) -> Verdict | None:
+        """The verdict if rows of a micro-batch broadcast, and those of two do not:
+        plain torch refuses the batch.
+        """
+        runs = self.runs
+        request = runs.request
+        if request.criterion is None or request.whole_batch:
+            return None
+        parts = self.choice.of_step()
+        # With several sizes of micro-batches the step itself fails.
+        if len(parts) < 2 or len({len(rows) for rows in parts}) > 1:
+            return None
+        # Two micro-batches of one row may broadcast to two columns.
+        micro_batches = parts[:3] if self.choice.has_single_rows else parts[:2]
+        try:
+            broadcast = broadcast_of_rows(runs, micro_batches)
+        except Exception as error:  # the module fails, or its outputs do not join
+            if _is_mistake(error):
+                defect(f"in a look: {error!r}")
+            return None
+        if broadcast is None:
+            return None
+        return rows_broadcast(name_of(request), broadcast)
 
     @property
     def _has_one_call(self) -> bool:

@@ -31,6 +31,7 @@ from scatterpar.numerics.comparison import magnitudes
 from scatterpar.objects.references import module_of
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas
+from scatterpar.spans import Part
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.loss_weights import compute_loss_weights
@@ -136,10 +137,7 @@ def _look_request(
     """Asks whether losses of a few rows of the outputs combine."""
     of_call = choice.request
     dim = of_call.dim
-    tensors = nested.tensors(list(outputs))
-    parts = choice.parts(affordable_rows(tensors, choice.plan.rows))
-    # Sorted, because the rows of a range may be views of the caller's tensors.
-    rows = sorted({*chain(*parts)})
+    rows = _rows_of_look(choice, outputs)
     module = RowsOfOutputs(list(_outputs_of(rows, choice.plan, outputs, dim)), dim)
     count = of_call.count
     if count is not None:  # of outputs and targets
@@ -159,6 +157,28 @@ def _look_request(
     candidates = [candidate_of(request)]
     loop = LoopOptions(remedies=_REMEDIES)
     return LookRequest(attempt, request, task, True, candidates, loop)
+
+
+def _rows_of_look(choice: RowChoice, outputs: Sequence[Any]) -> Part:
+    """The rows that the choice takes; all rows of two shares if these may broadcast.
+
+    An output with as many columns as its share has rows broadcasts with a tensor of one
+    entry per row. The look finds out, if its own parts are as large.
+    """
+    tensors = nested.tensors(list(outputs))
+    affordable = affordable_rows(tensors, choice.plan.rows)
+    sizes = {share.rows for share in choice.plan.shares}
+    dim = choice.request.dim
+    rows_of_two = 2 * min(sizes)
+    is_even = len(sizes) == 1 and rows_of_two <= min(affordable, choice.plan.rows)
+    for tensor in tensors:
+        columns = list(tensor.shape)
+        if -len(columns) <= dim < len(columns):
+            del columns[dim]
+        if is_even and sizes <= {*columns}:
+            return range(rows_of_two)
+    # Sorted, because the rows of a range may be views of the caller's tensors.
+    return sorted({*chain(*choice.parts(affordable))})
 
 
 def _count_of_outputs(

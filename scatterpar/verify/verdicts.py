@@ -18,6 +18,7 @@ from scatterpar.causes.evidence import CauseKind, Finding, Weights
 from scatterpar.step.request import Request
 from scatterpar.verify.look_causes import QUESTIONS, shapes_of, uses_number
 from scatterpar.verify.look_results import NUMBER_REMEDY, LookResults, name_of
+from scatterpar.verify.row_broadcasts import RowBroadcast
 
 _MAX_SIZES = 6  # of parts, in a text
 # Only these keys can be told to count_labels(key=…).
@@ -135,6 +136,20 @@ def pairs_of_rows(shape: Sequence[int]) -> Verdict:
         f"a micro-batch for the pairs of its own rows alone.",
         "Return from forward what it is computed from, one entry per row, such as the "
         "features of images and texts, and compute the pairs in the criterion.",
+    )
+
+
+def rows_broadcast(name: str, broadcast: RowBroadcast) -> Verdict:
+    """The verdict on rows that broadcast in a micro-batch, and not in all rows."""
+    within = " and ".join(str(tuple(shape)) for shape in broadcast.within)
+    beyond = " and ".join(str(tuple(shape)) for shape in broadcast.beyond)
+    return _refused(
+        f"{name}: for {broadcast.more_rows} rows the shapes {beyond} do not "
+        f"broadcast, so that plain torch refuses the batch. For the "
+        f"{broadcast.num_rows} rows of a micro-batch {within} do, and rows meet "
+        f"columns.",
+        "Pass targets, weights and masks with as many dimensions as the output has, "
+        "such as weights[:, None].",
     )
 
 

@@ -96,7 +96,10 @@ class ParameterGuard:
             # With the error, so that a broken device does not replace it.
             # Also of what is handed on: its values before this step are lost.
             restore_after(
-                error, lambda: refusals.extend(self._refusals(before, fingerprints))
+                error,
+                lambda: refusals.extend(
+                    self._refusals(before, fingerprints, is_first=is_first)
+                ),
             )
             for refusal in refusals:
                 # Not its subclasses, such as OutOfMemoryError.
@@ -105,11 +108,12 @@ class ParameterGuard:
                 add_note(error, f"before that, {refusal}")
             raise
         allowed: Set[int] = frozenset()
-        remedy = ""
-        if handed_on is not None and handed_on.was_lent:
+        is_in_turn = handed_on is not None and handed_on.was_lent
+        if handed_on is not None and is_in_turn:
             allowed = handed_on.begun
-            remedy = "freeze it (requires_grad_(False)) if no optimizer trains it, "
-        for refusal in self._refusals(before, fingerprints, allowed, remedy):
+        for refusal in self._refusals(
+            before, fingerprints, allowed, is_in_turn=is_in_turn, is_first=is_first
+        ):
             raise refusal
         if is_first:
             check_once()
@@ -132,12 +136,14 @@ class ParameterGuard:
         before: Sequence[list[int]],
         fingerprints: Mapping[torch.device, Fingerprints],
         allowed: Set[int] = frozenset(),
-        remedy: str = "",
+        *,
+        is_in_turn: bool = False,
+        is_first: bool,
     ) -> Iterator[RuntimeError]:
         """Yield an error if parameters were written since then.
 
-        ``allowed`` has the numbers of those that may be. ``remedy`` is one of calls in
-        turn, for the text.
+        ``allowed`` has the numbers of those that may be. The remedies depend on whether
+        calls were in turn, and on whether this was the first pass of its mode.
         """
         writes = self._writes(before, fingerprints, allowed)
         written = set().union(*writes.values())
@@ -149,13 +155,27 @@ class ParameterGuard:
         lost = writes[self._master]
         # The error names one that is lost, if there is one: the user has to restore it.
         first, *later = sorted(lost or written)
-        name = self._name_of(self._broadcast.at(self._master)[first])
+        parameter = self._broadcast.at(self._master)[first]
+        name = self._name_of(parameter)
         if later:
             name += f" (and {len(later)} more)"
         outcome = "nothing was changed"
         if lost:
             outcome = (
                 "no gradient was added, but the parameter's earlier values are lost"
+            )
+        remedy = ""
+        if is_first:
+            remedy = (
+                "if only the module's first call writes it (initialisation by data), "
+                "call the module once under torch.no_grad() before the first step; "
+                "otherwise "
+            )
+        if is_in_turn:
+            remedy += (
+                "freeze it (requires_grad_(False)) if no optimizer trains it, "
+                if parameter.requires_grad
+                else "write its values in place (copy_), "
             )
         yield RuntimeError(
             f"the forward pass writes the parameter {name}, which all replicas read: "

@@ -5,6 +5,7 @@ are lost.
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from functools import partial
 from types import SimpleNamespace
@@ -376,6 +377,77 @@ def test_criterion_writing_model_refused(devices):
         run(ROWS, criterion)
 
 
+class Begins(nn.Module):
+    """The first call gives its parameters values, by ``begin(module, inputs)``."""
+
+    def __init__(self, begin, flag):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(FEATURES))
+        self.register_buffer("begun", torch.tensor(False))
+        self.head = nn.Linear(FEATURES, CLASSES)
+        self.begin = begin
+        self.flag = flag
+
+    def forward(self, inputs):
+        if not self.flag(self):
+            with torch.no_grad():
+                self.begin(self, inputs)
+                self.begun.fill_(True)
+        return self.head(self.scale * inputs)
+
+
+def by_rows(module, inputs):
+    module.scale.copy_(1 / inputs.std(0))
+
+
+def in_data(module, inputs):
+    module.scale.data = 1 / inputs.std(0)
+
+
+def from_a_prior(module, inputs):
+    module.scale.data.copy_(torch.full_like(module.scale, 0.5))
+
+
+BEGINNINGS = {
+    "by rows (ActNorm)": by_rows,
+    "by rows, in another storage": in_data,
+    "from a prior (gpytorch)": from_a_prior,
+}
+
+
+@pytest.mark.parametrize("begin", BEGINNINGS)
+def test_first_call_that_initialises_is_made_before(devices, begin):
+    """The remedies of other writes are none for a layer of a library."""
+
+    def make():
+        return build(lambda: Begins(BEGINNINGS[begin], lambda m: bool(m.begun)))
+
+    with (
+        ScatterOnceParallel(make(), 1, devices(2)) as engine,
+        pytest.raises(RuntimeError, match=r"call the module once.*first step"),
+    ):
+        engine.forward_backward(ROWS, LABELS, CRITERION)
+    model = make()
+    with torch.no_grad():
+        model(ROWS)
+    expected = whole_batch(copy.deepcopy(model), ROWS, LABELS, CRITERION)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        loss = engine.forward_backward(ROWS, LABELS, CRITERION)
+    assert_close(loss, expected[0], "loss")
+    assert_gradients(model, expected[1])
+
+
+def test_later_write_is_no_first_call(devices, monkeypatch):
+    monkeypatch.setitem(SWITCH, "on", False)
+    model = build(lambda: Begins(by_rows, lambda m: not SWITCH["on"]))
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        engine.forward_backward(ROWS, LABELS, CRITERION)
+        engine.verify = False
+        SWITCH["on"] = True
+        with pytest.raises(RuntimeError, match=r"lost; write it after"):
+            engine.forward_backward(ROWS, LABELS, CRITERION)
+
+
 @pytest.mark.parametrize("is_unseen", [False, True], ids=["in place", "through .data"])
 def test_guard_allows_what_calls_hand_on(is_unseen):
     """By its number among all tensors: buffers lie between the parameters."""
@@ -395,5 +467,8 @@ def test_guard_allows_what_calls_hand_on(is_unseen):
 
     write(allowed=weight, mode="one")
     for mode, other in enumerate([module[0].weight, module[0].bias, module[1].bias]):
-        with pytest.raises(RuntimeError, match=r"the parameter '1\.weight', which"):
+        weight.requires_grad_(not mode)
+        remedy = "freeze it" if weight.requires_grad else "write its values in place"
+        words = rf"the parameter '1\.weight', which.*{remedy}"
+        with pytest.raises(RuntimeError, match=words):
             write(allowed=other, mode=mode)

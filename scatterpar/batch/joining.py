@@ -43,6 +43,7 @@ def join_rows(
     *,
     lists: Lists = "never",
     pad: float | None = None,
+    names_map: bool = False,
     constants: Collection[int] = (),
 ) -> Any:
     """Join pieces of the same nested types, each of consecutive rows, into one value.
@@ -53,7 +54,8 @@ def join_rows(
     same bits in all pieces, such as a codebook, is returned once. Other tensors are
     refused by a ``ValueError``. Without ``rows`` all tensors are concatenated. With
     ``pad`` tensors get equal sizes in the other dimensions: they are padded at the end
-    with this value.
+    with this value. With ``names_map`` errors name ``engine.map``, which computes no
+    gradients.
 
     ``constants`` has the positions of the tensors, among those of a piece, that are
     known to have no rows, and are returned once whatever their size is.
@@ -94,7 +96,7 @@ def join_rows(
             return _average(atoms, weights)
         if pad is not None:
             atoms = _padded(atoms, dim, pad)
-        if rows is not None and not _have_rows(atoms, rows, dim):
+        if rows is not None and not _have_rows(atoms, rows, dim, names_map=names_map):
             return atoms[0]
         return torch.cat(atoms, dim)
 
@@ -181,7 +183,13 @@ def require_same_or_rows(
             _have_rows(on_host, rows, dim)
 
 
-def _have_rows(atoms: Sequence[Tensor], rows: Sequence[int], dim: int) -> bool:
+def _have_rows(
+    atoms: Sequence[Tensor],
+    rows: Sequence[int],
+    dim: int,
+    *,
+    names_map: bool = False,
+) -> bool:
     """Whether tensors have one entry per row along ``dim``.
 
     Else they are the same in all pieces. Raises ``ValueError`` if they are neither.
@@ -205,11 +213,13 @@ def _have_rows(atoms: Sequence[Tensor], rows: Sequence[int], dim: int) -> bool:
     raise ValueError(
         f"outputs of shape {' and '.join(shapes)} cannot be joined along dim={dim}, "
         f"since they have not one entry per row there, nor the same values in all "
-        f"micro-batches; {_join_remedy(atoms, rows, dim)}"
+        f"micro-batches; {_join_remedy(atoms, rows, dim, names_map)}"
     )
 
 
-def _join_remedy(atoms: Sequence[Tensor], rows: Sequence[int], dim: int) -> str:
+def _join_remedy(
+    atoms: Sequence[Tensor], rows: Sequence[int], dim: int, names_map: bool
+) -> str:
     """What to return or call instead, by how many entries the tensors have per row."""
     sizes = [tensor.shape[-1:] for tensor in atoms]
     if len(set(rows)) > 1 and sizes == [(num_rows,) for num_rows in rows]:
@@ -223,7 +233,12 @@ def _join_remedy(atoms: Sequence[Tensor], rows: Sequence[int], dim: int) -> str:
         entries.add(entries_per_row(tensor, num_rows, dim))
     # Texts whose micro-batches are padded each to its longest one.
     if entries == {1}:
-        return "pad other dimensions to one size with engine.map(…, pad=value)"
+        if names_map:
+            return "pad other dimensions to one size with engine.map(…, pad=value)"
+        return (
+            "pad other dimensions to one size in forward, as "
+            "pad_packed_sequence(…, total_length=…) does"
+        )
     k = max(entries) if len(entries) == 1 and max(entries) > 1 else "k"
     in_rows = (
         f"return {k} entries per row as .reshape(rows, {k}, …), and "
@@ -233,11 +248,14 @@ def _join_remedy(atoms: Sequence[Tensor], rows: Sequence[int], dim: int) -> str:
     # A fixed number per row is not that of the nodes of graphs.
     if k != "k":
         return in_rows
-    return (
-        f"{in_rows}; or, if a row has a varying number of entries, as a graph has "
-        f"nodes, return list(output.split(sizes)), one tensor per row, from forward "
-        f"for inputs in Rows(graphs), or from a function for engine.map"
+    lists = (
+        "if a row has a varying number of entries, as a graph has nodes, return "
+        "list(output.split(sizes)), one tensor per row, from forward for inputs in "
+        "Rows(graphs)"
     )
+    if names_map:
+        lists += ", or from a function for engine.map"
+    return f"{in_rows}; or, {lists}"
 
 
 def _have_one_per_row(tensors: Sequence[Tensor], rows: Sequence[int], dim: int) -> bool:

@@ -107,7 +107,9 @@ def map_rows(
     if function is module:
         lists = lists_in_outputs(request.batches)
     try:
-        output = join_on_master(attempt, outputs, lists, row_function.pad)
+        output = join_on_master(
+            attempt, outputs, lists, row_function.pad, names_map=True
+        )
     except Exception as error:
         if is_out_of_memory(error):
             row_function.may_start_again = False

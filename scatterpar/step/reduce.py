@@ -332,11 +332,13 @@ def join_on_master(
     outputs: Sequence[Sequence[Any]],
     lists: Lists = "never",
     pad: float | None = None,
+    *,
+    names_map: bool = False,
 ) -> Any:
     """The outputs of all micro-batches as one, on the master, in the batch's order.
 
-    0-dim tensors are averaged with the weights of ``attempt``. ``lists`` and ``pad``
-    are those of ``join_rows``.
+    0-dim tensors are averaged with the weights of ``attempt``. ``lists``, ``pad``
+    and ``names_map`` are those of ``join_rows``.
     """
     plan = attempt.plan
     master = plan.shares[0].device
@@ -357,6 +359,7 @@ def join_on_master(
         rows=plan.by_rows(share.substep_rows for share in plan.shares),
         lists=lists,
         pad=pad,
+        names_map=names_map,
     )
 
 

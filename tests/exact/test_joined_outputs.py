@@ -374,6 +374,47 @@ def test_lists_of_rows_joined_in_a_step(devices, forward, criterion, whole, accu
             assert_close(actual, values.detach(), "returned nodes")
 
 
+class Tagger(nn.Module):
+    """Pads to the longest text of its rows, or to ``total_length``."""
+
+    def __init__(self, total_length=None):
+        super().__init__()
+        self.total_length = total_length
+        self.layer = nn.GRU(FEATURES, 6, batch_first=True)
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, inputs, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(inputs, lengths, batch_first=True)
+        hidden, _ = nn.utils.rnn.pad_packed_sequence(
+            self.layer(packed)[0], batch_first=True, total_length=self.total_length
+        )
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("options", [{"whole_batch": True}, {"return_outputs": True}])
+def test_padding_in_forward_named_in_training(devices, options):
+    """``engine.map``, which pads, computes no gradients."""
+    lengths = torch.tensor([7, 7, 6, 5, 3, 2])
+    batch = (randn(6, 7, FEATURES), lengths), randint(CLASSES, 6)
+
+    def criterion(output, targets):
+        return nn.functional.cross_entropy(output[:, 0], targets)
+
+    with (
+        ScatterOnceParallel(build(Tagger), 2, devices(2)) as engine,
+        pytest.raises(ValueError, match=r"total_length=") as caught,
+    ):
+        engine.forward_backward(*batch, criterion, **options)
+    assert "map" not in str(caught.value)
+    model = build(lambda: Tagger(total_length=7))
+    expected_loss, expected = whole_batch(model, *batch, criterion)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        result = engine.forward_backward(*batch, criterion, **options)
+    loss = result if isinstance(result, torch.Tensor) else result[0]
+    assert_close(loss, expected_loss, "loss")
+    assert_gradients(model, expected)
+
+
 def test_padding_named_for_other_sizes_works(devices):
     """Texts of unequal lengths have one entry per row: padding joins these."""
     texts = [randn(words, FEATURES, seed=words) for words in (3, 5, 2, 7)]

@@ -115,7 +115,7 @@ def _words(finding: Finding, results: SplitResults) -> Words:
         case CauseKind.ROWS_ARE_COMPARED:
             return _rows_are_compared(results)
         case CauseKind.STATE_BETWEEN_PARTS:
-            return _STATE
+            return _state_between_parts(results)
         case CauseKind.MEAN_OF_RATIOS:
             return _RATIOS
     return _MOVED if results.moves_weights else _UNKNOWN
@@ -177,6 +177,18 @@ def _mean_of_means_in_a_term(count: Count, results: SplitResults) -> Words:
     )
 
 
+def _state_between_parts(results: SplitResults) -> Words:
+    moved = ""
+    if results.moved:
+        moved = f" The step moves {listed(results.moved)}, which it does not train."
+    return (
+        f"The same parts in reverse order give another result.{moved}",
+        "update frozen weights, such as a teacher's average, buffers, attributes and "
+        "counters, and change gradients that have been accumulated, once per step, not "
+        "once per part.",
+    )
+
+
 def _rows_are_compared(results: SplitResults) -> Words:
     return (
         f"No weights of the gradients of the parts give that of the batch: "
@@ -222,11 +234,6 @@ _BATCH_NORM = Cause(
     "differs: the rest of the loop is right.",
     "call model.eval() before splitcheck; to be exact in training, use GroupNorm, or "
     "over ranks nn.SyncBatchNorm.",
-)
-_STATE = (
-    "The same parts in reverse order give another result.",
-    "update buffers, attributes and counters, and change gradients that have been "
-    "accumulated, once per step, not once per part.",
 )
 _MOVED = (
     "The step runs a backward pass at weights that it has moved, as SAM does: the "

@@ -37,6 +37,7 @@ class SplitResults(SplitEvidence):
         parts: the rows of each part.
         tolerance: the largest relative error of an explanation.
         moves_weights: whether a backward pass is at weights that the step has moved.
+        moved: the names of what the step changes in parts, and does not train.
         are_values: whether numbers of an evaluation are in the place of gradients.
     """
 
@@ -49,6 +50,7 @@ class SplitResults(SplitEvidence):
     parts: Sequence[Part]
     tolerance: float
     moves_weights: bool
+    moved: Sequence[str]
     are_values: bool
 
     @property
@@ -88,7 +90,33 @@ class SplitResults(SplitEvidence):
         if computed is None:  # nothing to compare with
             return None
         right = self.weights_for(self.expected, names)
-        return None if right is None else Weights(computed, right)
+        if right is None:
+            return None
+        own = self._own_weights(computed, right)
+        return Weights(computed * own, right * own)
+
+    def _own_weights(self, computed: Tensor, right: Tensor) -> Tensor:
+        """The weights that a loop gives the loss of each part; else ones.
+
+        ::
+
+            (mean over labels) * rows / 24     a loop that knows the size of the batch
+            1, 1, 1, 1                         the parts' weights beside each by itself
+            10/24, 7/24, 5/24, 2/24            the weights of their means over labels
+
+        A part by itself gets such a weight, too. It shows if the right weights, times
+        the terms of one count, are those of another one.
+        """
+        ones = torch.ones_like(right)
+        is_added = is_close(computed, ones, self.weight_error)
+        if not is_added or self.counted_as(right) is not None:
+            return ones
+        for count in self.counts:
+            terms = right.new_tensor(self.terms_of(count))
+            total = (right * terms).sum()
+            if total and self.counted_as(right * terms) is not None:
+                return terms / total
+        return ones
 
     def weights_for(self, total: Gradients, names: Sequence[str]) -> Tensor | None:
         """The weights with which the gradients of the parts add up to ``total``."""
@@ -157,6 +185,7 @@ def split_results(trial: Trial, comparison: Comparison) -> SplitResults:
         parts=list(chain(*trial.split())),
         tolerance=tolerance,
         moves_weights=comparison.reference.moves_weights,
+        moved=comparison.results[0].moved,
         are_values=are_values,
     )
 

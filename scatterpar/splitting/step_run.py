@@ -23,7 +23,7 @@ from scatterpar.splitting.operator_modes import (
     fill_evenly,
 )
 from scatterpar.splitting.terms import Terms
-from scatterpar.splitting.trained_leaves import TrainedGradients, leaves_outside
+from scatterpar.splitting.trained_leaves import TrainedGradients, leaves_of_step
 from scatterpar.torch_private.clipping import clipping_replaced
 
 # As an initial weight: outputs stay of the size that they have.
@@ -72,6 +72,7 @@ class StepResult:
         uncompared: parameters that got a gradient, and cannot be compared.
         terms: the names of the terms of the loss.
         moves_weights: whether it runs a backward pass at weights that it has changed.
+        moved: the names of parameters and buffers that it changes, and does not train.
         outputs: of modules by name, in the order in which they end, if
             ``watch_modules``.
     """
@@ -84,6 +85,7 @@ class StepResult:
     uncompared: tuple[str, ...]
     terms: tuple[str, ...]
     moves_weights: bool
+    moved: tuple[str, ...]
     outputs: dict[str, Tensor]
 
 
@@ -115,7 +117,7 @@ def run_step(
     if settings.watch_modules:
         keep_outputs(model, outputs)
     _seed()
-    gradients = TrainedGradients(model, leaves_outside(model, step))
+    gradients = TrainedGradients(model, leaves_of_step(model, step))
     terms = Terms(settings.term)
     repeated = RepeatedNumbers(settings.numbers, settings.fixed_shapes)
     watched = WatchedOperators(settings.in_double)
@@ -139,6 +141,7 @@ def run_step(
         uncompared=tuple(uncompared),
         terms=tuple(terms.names),
         moves_weights=gradients.moves_weights,
+        moved=gradients.moved(),
         outputs=outputs,
     )
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from scatterpar.batch import nested
+from scatterpar.causes.batch_normalisation import running_statistics
+from scatterpar.devices.bits import same_bits
 from scatterpar.objects.walk import Walk
 from scatterpar.splitting.clippings import Clippings
 from scatterpar.splitting.gradients import Gradients, whole
@@ -39,21 +41,46 @@ class OneBatch:
         return returned
 
 
-def leaves_outside(model: nn.Module, step: Any) -> dict[str, Tensor]:
-    """Trained leaves that ``step`` leads to, and ``model`` does not have, by name.
+class NamedLeaves(NamedTuple):
+    """Tensors of a step by name. A closure over ``proxies`` is ``step.proxies``.
 
-    A closure over ``proxies`` is named ``step.proxies``.
+    Attributes:
+        outside: leaves that require grad, and are not the model's.
+        kept: frozen parameters and buffers, of the model and other modules. Running
+            statistics, which move in any training, are left out.
     """
-    inside = {id(parameter) for parameter in model.parameters()}
+
+    outside: dict[str, Tensor]
+    kept: dict[str, Tensor]
+
+
+def leaves_of_step(model: nn.Module, step: Any) -> NamedLeaves:
+    """The tensors that ``step`` leads to, beside those that ``model`` trains."""
     # As in ``step``, so that the same leaf has the same name in both.
     root = step.function if isinstance(step, OneBatch) else step
     walk = Walk([root])
-    leaves = {}
+    kept: dict[str, Tensor] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.requires_grad:
+            kept[name] = tensor
+    inside = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    modules = [*model.modules(), *walk.modules]
+    registered: set[int] = set()
+    for module in walk.modules:
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        registered.update(map(id, tensors))
+    outside = {}
     for number, value in enumerate(walk.values):
-        is_outside = isinstance(value, Tensor) and id(value) not in inside
-        if is_outside and value.is_leaf and value.requires_grad:
-            leaves[f"step.{walk.name_of(number)}"] = value
-    return leaves
+        if not isinstance(value, Tensor) or id(value) in inside:
+            continue
+        name = f"step.{walk.name_of(number)}"
+        if value.is_leaf and value.requires_grad:
+            outside[name] = value
+        elif id(value) in registered:
+            kept[name] = value
+    statistics = set(map(id, running_statistics(modules)))
+    kept = {n: tensor for n, tensor in kept.items() if id(tensor) not in statistics}
+    return NamedLeaves(outside, kept)
 
 
 class _EndOfStep(BaseException):
@@ -83,20 +110,23 @@ class TrainedGradients:
 
     Attributes:
         has_run_backward: whether the body has run a backward pass.
-        moves_weights: whether it has run one at weights that it had changed, as SAM.
+        moves_weights: whether it has run one that reaches weights that the body had
+            changed, as SAM does.
         clippings: what clips gradients in the body.
     """
 
-    def __init__(self, model: nn.Module, outside: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, leaves: NamedLeaves) -> None:
         self.has_run_backward = False
         self.moves_weights = False
         self.clippings = Clippings()
         self._model = model
-        self._outside = outside
+        self._outside = leaves.outside
         # By values, because a write to ``.data`` leaves the version.
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
-        for name, leaf in (*outside.items(), *model.named_parameters()):
+        for name, leaf in (*leaves.outside.items(), *model.named_parameters()):
             self._before[name] = leaf, leaf.detach().clone()
+        for name, tensor in leaves.kept.items():
+            self._before.setdefault(name, (tensor, tensor.detach().clone()))
         self._optimizers: list[Optimizer] = []
         # By leaf, not by its id: a new one could get the id of a lost one.
         self._received: dict[Tensor, Tensor] = {}
@@ -117,18 +147,21 @@ class TrainedGradients:
     def _run_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
         """Runs in the place of ``torch.autograd.backward``."""
         self.has_run_backward = True
-        for leaf, values in self._before.values():
-            self.moves_weights |= not torch.equal(leaf, values)
         self.clippings.before_backward()
         # An edge of the graph is a tuple, too. Another iterable may be read only once.
         if not isinstance(tensors, (Tensor, tuple)):
             tensors = tuple(tensors)
         # Other roots are edges of the graph.
+        reached: set[int] = set()
         for root in nested.tensors(tensors):
             for leaf in leaves_reached(root, ()):
+                reached.add(id(leaf))
                 # Other leaves are inputs that require grad, as for a penalty.
                 if isinstance(leaf, nn.Parameter):
                     self._reached[leaf] = None
+        for leaf, values in self._before.values():
+            if id(leaf) in reached:
+                self.moves_weights |= not torch.equal(leaf, values)
         self._backward(tensors, *args, **kwargs)
 
     def _before_step(
@@ -178,6 +211,15 @@ class TrainedGradients:
                 if parameter not in self._received:
                     self._places[parameter] = f"step.{kind}.{index}.{number}"
                     self._received[parameter] = copy_of_gradient(parameter)
+
+    def moved(self) -> tuple[str, ...]:
+        """The names of parameters and buffers that have changed untrained."""
+        trained = {id(leaf) for leaf in (*self._reached, *self._received)}
+        return tuple(
+            name
+            for name, (tensor, values) in self._before.items()
+            if id(tensor) not in trained and not same_bits(tensor, values)
+        )
 
     def result(self) -> tuple[Gradients, list[str]]:
         """All gradients by name, of the model first.

@@ -113,6 +113,13 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(self.embedding(ids))[0])
 
 
+class WithTeacher(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+        self.teacher = Net().requires_grad_(False)
+
+
 def net_with_norm():
     return Net(norm=True)
 

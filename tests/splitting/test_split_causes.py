@@ -172,6 +172,7 @@ def known(trial, actual=(1.0, 2, 3), expected=(1.0, 2, 3), **fields):
         "parts": [[0, 1], [2, 3]],
         "tolerance": 1e-6,
         "moves_weights": False,
+        "moved": (),
         "are_values": False,
     }
     gradients = {

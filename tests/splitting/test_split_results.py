@@ -76,7 +76,7 @@ def results_of_values(in_parts):
         runs=SimpleNamespace(gradients_of=gradients_of),
     )
     reference = SimpleNamespace(gradients=value(4.0), moves_weights=False)
-    results = [SimpleNamespace(gradients=value(in_parts))]
+    results = [SimpleNamespace(gradients=value(in_parts), moved=())]
     return split_results(trial, Comparison(reference, results, 0.1, "loss"))
 
 
@@ -116,11 +116,12 @@ def test_explanation_leaves_little_of_the_difference(worst, limit, tolerance):
     results = results_of(sum_of_sums)
     trial = results.trial
     trial.limit = limit
-    of_parts = [SimpleNamespace(gradients=results.actual)]
+    of_parts = [SimpleNamespace(gradients=results.actual, moved=("teacher",))]
     reference = SimpleNamespace(gradients=results.expected, moves_weights=True)
     again = split_results(trial, Comparison(reference, of_parts, worst, "weight"))
     assert again.tolerance == pytest.approx(tolerance)
     assert again.moves_weights
+    assert again.moved == ("teacher",)
     assert not again.are_values
 
 

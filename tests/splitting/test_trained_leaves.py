@@ -11,7 +11,11 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from scatterpar import splitcheck
-from scatterpar.splitting.trained_leaves import TrainedGradients, leaves_outside
+from scatterpar.splitting.trained_leaves import (
+    NamedLeaves,
+    TrainedGradients,
+    leaves_of_step,
+)
 
 
 def models():
@@ -26,18 +30,46 @@ def test_leaves_outside_of_model_are_named():
     def step(model_of_step, batches):
         return head, state, model
 
-    leaves = leaves_outside(model, step)
-    assert set(leaves) == {
+    assert set(leaves_of_step(model, step).outside) == {
         "step.head.weight",
         "step.head.bias",
         "step.state['scale']",
     }
 
 
+def test_what_is_kept_has_names():
+    model, teacher = models()
+    teacher.requires_grad_(False)
+    model.register_buffer("centre", torch.zeros(3))
+    model.norm = nn.BatchNorm1d(3)  # whose statistics move in any training
+
+    def step(model_of_step, batches):
+        return teacher, model, torch.ones(2)
+
+    kept = leaves_of_step(model, step).kept
+    assert set(kept) == {"centre", "step.teacher.weight", "step.teacher.bias"}
+
+
+def test_what_moves_is_told_from_what_is_trained():
+    model, teacher = models()
+    teacher.requires_grad_(False)
+    model.register_buffer("centre", torch.full((3,), torch.nan))
+    kept = {"centre": model.centre, "mean": teacher.weight, "old": teacher.bias}
+    gradients = TrainedGradients(model, NamedLeaves({}, kept))
+    with gradients:
+        teacher.bias.data += 1
+        model(torch.ones(1, 2)).sum().backward()
+        assert not gradients.moves_weights
+        model.weight.data += 1
+        model(torch.ones(1, 2)).sum().backward()
+    assert gradients.moves_weights
+    assert gradients.moved() == ("old",)
+
+
 def test_leaf_of_no_optimizer_is_not_compared():
     model, head = models()
     outside = {"step.head.weight": head.weight}
-    gradients = TrainedGradients(model, outside)
+    gradients = TrainedGradients(model, NamedLeaves(outside, {}))
     with gradients:
         head(model(torch.ones(1, 2))).sum().backward()
     named, uncompared = gradients.result()
@@ -59,7 +91,9 @@ def test_leaf_of_no_optimizer_is_not_compared():
 def test_second_step_of_an_optimizer_is_the_next_one():
     """A teacher that requires grad has no optimizer: the step must end all the same."""
     model, teacher = models()
-    gradients = TrainedGradients(model, {"step.teacher": teacher.weight})
+    gradients = TrainedGradients(
+        model, NamedLeaves({"step.teacher": teacher.weight}, {})
+    )
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     assert not gradients.receive(optimizer)
     assert gradients.receive(optimizer)
@@ -67,7 +101,7 @@ def test_second_step_of_an_optimizer_is_the_next_one():
 
 def test_change_by_hand_outside_of_model_counts():
     model, head = models()
-    gradients = TrainedGradients(model, {"step.head.bias": head.bias})
+    gradients = TrainedGradients(model, NamedLeaves({"step.head.bias": head.bias}, {}))
     with torch.no_grad():
         head.bias -= 0.5
     named, _ = gradients.result()
@@ -78,7 +112,7 @@ def test_change_by_hand_outside_of_model_counts():
 @pytest.mark.parametrize("kind", [list, iter, lambda roots: {"a": roots[0]}.values()])
 def test_roots_in_any_iterable_are_followed(kind):
     model, head = models()
-    gradients = TrainedGradients(model, {})
+    gradients = TrainedGradients(model, NamedLeaves({}, {}))
     with gradients:
         torch.autograd.backward(kind([head(torch.ones(1, 1)).sum()]))
     assert head.weight.grad is not None
@@ -89,7 +123,7 @@ def test_roots_in_any_iterable_are_followed(kind):
 def test_edge_of_the_graph_is_a_root():
     model, _ = models()
     edge = get_gradient_edge(model(torch.ones(1, 2)).sum())
-    with TrainedGradients(model, {}):
+    with TrainedGradients(model, NamedLeaves({}, {})):
         torch.autograd.backward(edge)
     assert model.bias.grad.tolist() == [1]
 

@@ -18,6 +18,7 @@ from splitting.loop_models import (
     Scaled,
     Tagger,
     TwoHeads,
+    WithTeacher,
     average,
     backward_sums,
     balance,
@@ -31,6 +32,7 @@ from splitting.loop_models import (
     more_images,
     more_tokens,
     net_with_norm,
+    new,
     num_labels,
     num_rows,
     pairs,
@@ -76,6 +78,26 @@ def wrong(cause, model, batch, *words, **options):
 def token_means_of_means(model, batches):  # karpathy/nanochat#400
     for batch in batches:
         (token_loss(model, batch) / len(batches)).backward()
+
+
+@wrong("other weights", Tagger, tokens, "by their rows", "labels that are not -100")
+def token_means_by_rows_of_a_known_batch(model, batches):
+    """The gradient of a part by itself has its weight, too."""
+    for batch in batches:
+        (token_loss(model, batch) * len(batch[1]) / 64).backward()
+
+
+@wrong(
+    "other weights",
+    Tagger,
+    tokens,
+    "by their labels that are not -100",
+    "by their rows",
+)
+def row_means_by_labels_of_a_known_batch(model, batches):
+    for ids, labels in batches:
+        logits = model(ids).square().mean()
+        (logits * (labels != -100).sum() / 100).backward()
 
 
 @wrong("mean of means", Net, images, "by their rows", "equal=True")
@@ -414,6 +436,56 @@ def updated_by_hand_after_each_part(model, batches):
             for parameter in model.parameters():
                 parameter -= 0.1 * parameter.grad
                 parameter.grad = None
+
+
+@wrong("state between parts", WithTeacher, images, "moves teacher.", "average")
+def teacher_moves_with_each_part(
+    model, batches
+):  # facebookresearch/unbiased-teacher#31
+    for pixels, _ in batches:
+        with torch.no_grad():
+            for mean, own in zip(
+                model.teacher.parameters(), model.net.parameters(), strict=True
+            ):
+                mean.mul_(0.5).add_(0.75 * own)
+            targets = model.teacher(pixels)
+        (
+            mse_loss(model.net(pixels), targets) * len(pixels) / num_rows(batches)
+        ).backward()
+
+
+@wrong("state between parts", WithTeacher, images, "moves teacher.")
+def average_with_gradients_moves_after_each_part(model, batches):
+    model.teacher.requires_grad_(True)  # as ``AveragedModel`` leaves its copy
+    for pixels, _ in batches:
+        targets = model.teacher(pixels).detach()
+        (
+            mse_loss(model.net(pixels), targets) * len(pixels) / num_rows(batches)
+        ).backward()
+        with torch.no_grad():
+            for mean, own in zip(
+                model.teacher.parameters(), model.net.parameters(), strict=True
+            ):
+                mean.lerp_(own, 0.2)
+
+
+def step_with_teacher():
+    teacher = new(Net).requires_grad_(False)
+
+    def teacher_of_a_closure_moves(model, batches):
+        for pixels, _ in batches:
+            targets = teacher(2 * pixels)
+            (
+                mse_loss(model(pixels), targets) * len(pixels) / num_rows(batches)
+            ).backward()
+            teacher.first.bias.data += 0.1
+
+    return teacher_of_a_closure_moves
+
+
+wrong("state between parts", Net, images, "moves step.teacher.first.bias,")(
+    step_with_teacher()
+)
 
 
 @wrong("not finite", Tagger, partly_unlabelled, "a part without labels")

@@ -73,6 +73,7 @@ _PATIENCE = 4  # with code that fails for a few rows
 _MAX_ROWS_OF_BATCH = 256
 _FEW_ROWS = 8  # whatever they are, calls read state or draw
 _OF_MISTAKES = (AttributeError, LookupError, NameError, TypeError, AssertionError)
+_VERIFY = Path(__file__).parent
 _MAX_PARTS_OF_STEP = 16  # a look at all of them costs as much as a step
 # The second look: in the first one, chosen rows tell more than the step's own parts.
 _AS_IN_STEP = 1
@@ -168,7 +169,7 @@ def first_report(looks: Sequence[ReplicaLook], in_double: ReplicaLook) -> LookRe
         except OnlyRounding:
             raise
         except Exception as error:
-            if _is_mistake(error):
+            if _is_mistake_in_verify(error):
                 defect(f"in a look: {error!r}")
             # User code may need the step's formats, time or memory.
             logger.debug("the first answer stands, since in float64: %s", error)
@@ -197,7 +198,7 @@ def _first_answer(
                     return reason.with_traceback(None), parts
                 # User code may need other rows, a dtype, or memory.
                 except Exception as failure:
-                    if _is_mistake(failure):
+                    if _is_mistake_in_verify(failure):
                         has_mistake = True
                         defect(f"in a look: {failure!r}")
                     # Without its frames, which hold rows, outputs, and this object.
@@ -215,13 +216,14 @@ def _first_answer(
     raise Inconclusive(f"{type(error).__name__}: {error}", patience)
 
 
-def _is_mistake(error: Exception) -> bool:
-    """Whether a line of this package is mistaken, not the user's code that it calls."""
+def _is_mistake_in_verify(error: Exception) -> bool:
+    """Whether a line of ``verify/`` is mistaken, not the user's code that it calls."""
     if not isinstance(error, _OF_MISTAKES):
         return False
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    # Other packages raise such errors of their own for values of the user's.
-    return Path(frames[-1].f_code.co_filename).parent == Path(__file__).parent
+    # Not of the whole package: its other folders refuse values of the user's by such
+    # errors.
+    return Path(frames[-1].f_code.co_filename).parent == _VERIFY
 
 
 @dataclass(eq=False)
@@ -392,7 +394,7 @@ class ReplicaLook:
             return measure(self.runs, rows)
         except Exception as error:
             # With other weights, or another seed: the step has neither.
-            if _is_mistake(error):
+            if _is_mistake_in_verify(error):
                 defect(f"in a look: {error!r}")
             return []
 

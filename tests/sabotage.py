@@ -437,8 +437,8 @@ SABOTAGES = [
         promise="exact",
         file="options/map_rows.py",
         place="map_rows",
-        text="lists, row_function.pad)",
-        replacement="lists)",
+        text="row_function.pad, names_map=True",
+        replacement="names_map=True",
         seen_by="test_tensors_joined_padded_or_refused",
     ),
     Sabotage(

@@ -354,7 +354,7 @@ class ReplicaLook:
         try:
             broadcast = broadcast_of_rows(runs, micro_batches)
         except Exception as error:  # the module fails, or its outputs do not join
-            if _is_mistake(error):
+            if _is_mistake_in_verify(error):
                 defect(f"in a look: {error!r}")
             return None
         if broadcast is None:

@@ -229,8 +229,8 @@ _MEASURED: list[tuple[str, str, str, Callable[[Any], str]]] = [
 
 
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
-    "figures": (ROOT / "docs" / "benchmarks.md", figures),
-    "beside": (ROOT / "docs" / "benchmarks.md", beside_the_loop),
+    "figures": (ROOT / "docs" / "comparison.md", figures),
+    "beside": (ROOT / "docs" / "comparison.md", beside_the_loop),
     "accuracy": (ROOT / "docs" / "large-batches.md", accuracy),
     "evaluation": (ROOT / "docs" / "evaluation.md", evaluation),
     "turns": (ROOT / "docs" / "other-loops.md", turns),

@@ -10,22 +10,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import (
-    Callable,
-    Hashable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-    Set,
-)
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 
 import torch
 from torch import Tensor
 
 from scatterpar.devices.bits import same_bits
-from scatterpar.devices.fingerprints import Fingerprints
-from scatterpar.devices.write_counters import versions
+from scatterpar.devices.written_tensors import WrittenTensors
 from scatterpar.errors import add_note, restore_after
 from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.handed_on import HandedOn
@@ -54,15 +45,21 @@ class ParameterGuard:
     ) -> None:
         self._broadcast = broadcast
         self.checked_modes: set[Hashable] = set()
-        self._memories = {
-            device: _parameters(broadcast, broadcast.at(device))
+        self._master, *_ = broadcast.memories
+        self._values = {
+            device: WrittenTensors(_parameters(broadcast, broadcast.at(device)), device)
             for device in broadcast.memories
         }
-        self._master, *_ = broadcast.memories
+        # One after the other, those of each copy together: few calls ask for all.
+        self._devices: list[torch.device] = []
+        parameters: list[Tensor] = []
+        stored_as: list[Tensor] = []
         # The user's own, too: an object that replicas share may lead to them.
-        self._watched = [(self._master, self._memories[self._master])]
-        for device, tensors in copies:
-            self._watched.append((device, _parameters(broadcast, tensors)))
+        for device, tensors in [(self._master, broadcast.at(self._master)), *copies]:
+            self._devices.append(device)
+            parameters += _parameters(broadcast, tensors)
+            stored_as += self._values[device].tensors
+        self._copies = WrittenTensors(parameters, stored_as=stored_as)
 
     def invalidate(self) -> None:
         """A parameter was written: forget which modes are checked, which values were
@@ -86,9 +83,10 @@ class ParameterGuard:
         after the first pass. Calls in turn may write what is ``handed_on``.
         """
         is_first = mode not in self.checked_modes
-        # They read all parameters, which is too much for each step.
-        fingerprints = self._fingerprints() if is_first else {}
-        before = [versions(tensors) for _, tensors in self._watched]
+        if is_first:  # to read all values is too much for each step
+            for of_memory in self._values.values():
+                of_memory.begin(compares_bits=True)
+        self._copies.begin(compares_bits=False)
         try:
             yield
         except BaseException as error:
@@ -96,10 +94,7 @@ class ParameterGuard:
             # With the error, so that a broken device does not replace it.
             # Also of what is handed on: its values before this step are lost.
             restore_after(
-                error,
-                lambda: refusals.extend(
-                    self._refusals(before, fingerprints, is_first=is_first)
-                ),
+                error, lambda: refusals.extend(self._refusals(is_first=is_first))
             )
             for refusal in refusals:
                 # Not its subclasses, such as OutOfMemoryError.
@@ -112,7 +107,7 @@ class ParameterGuard:
         if handed_on is not None and is_in_turn:
             allowed = handed_on.begun
         for refusal in self._refusals(
-            before, fingerprints, allowed, is_in_turn=is_in_turn, is_first=is_first
+            allowed, is_in_turn=is_in_turn, is_first=is_first
         ):
             raise refusal
         if is_first:
@@ -120,32 +115,19 @@ class ParameterGuard:
         # Last: a refused pass is checked again.
         self.checked_modes.add(mode)
 
-    def _fingerprints(self) -> dict[torch.device, Fingerprints]:
-        """Fingerprints of the parameters in each memory."""
-        with torch.inference_mode(False), torch.no_grad():
-            return {
-                device: Fingerprints(self._by_number(tensors), device)
-                for device, tensors in self._memories.items()
-            }
-
-    def _by_number(self, parameters: Sequence[Tensor]) -> dict[int, Tensor]:
-        return dict(zip(self._broadcast.parameters, parameters, strict=True))
-
     def _refusals(
         self,
-        before: Sequence[list[int]],
-        fingerprints: Mapping[torch.device, Fingerprints],
         allowed: Set[int] = frozenset(),
         *,
         is_in_turn: bool = False,
         is_first: bool,
     ) -> Iterator[RuntimeError]:
-        """Yield an error if parameters were written since then.
+        """Yield an error if parameters were written since the pass began.
 
         ``allowed`` has the numbers of those that may be. The remedies depend on whether
         calls were in turn, and on whether this was the first pass of its mode.
         """
-        writes = self._writes(before, fingerprints, allowed)
+        writes = self._writes(allowed, is_first=is_first)
         written = set().union(*writes.values())
         if not written:
             return
@@ -189,54 +171,46 @@ class ParameterGuard:
                 return repr(name)
         return f"of shape {tuple(original.shape)}"
 
-    def _writes(
-        self,
-        before: Sequence[list[int]],
-        fingerprints: Mapping[torch.device, Fingerprints],
-        allowed: Set[int],
-    ) -> _WrittenNumbers:
-        """The writes since then.
+    def _writes(self, allowed: Set[int], *, is_first: bool) -> _WrittenNumbers:
+        """The writes since the pass began.
 
         A storage may be exchanged for one with the same values, as by
         ``flatten_parameters``, also if the version changes. So may one with the values
         in another dtype, for a parameter that is not trained.
         """
         writes: _WrittenNumbers = defaultdict(set)
-        exchanged: _WrittenNumbers = defaultdict(set)
-        originals = self._broadcast.at(self._master)
-        for (device, tensors), earlier in zip(self._watched, before, strict=True):
-            present = versions(tensors)
-            canonical = self._memories[device]
-            # First the questions that need no Python call per tensor.
-            is_in_place = tensors is canonical or all(
-                map(Tensor.is_set_to, tensors, canonical)
-            )
-            if is_in_place and present == earlier:
-                continue
-            for number, tensor, storage, was, now in zip(
-                *(self._broadcast.parameters, tensors, canonical, earlier, present),
-                strict=True,
-            ):
-                if not tensor.is_set_to(storage):
-                    exchanged[device].add(number)
-                    if not originals[number].requires_grad:
-                        # A frozen parameter that a forward pass casts loses nothing.
-                        storage = storage.to(tensor.dtype)
-                    if not same_bits(tensor, storage):
-                        # Nothing is lost: the parameter still has its own storage.
-                        writes[None].add(number)
-                elif now != was:
-                    writes[device].add(number)
-        # Tensors of one memory count their versions together. If one of them has
-        # another storage, as by ``set_``, the version of the others says nothing.
-        for memory, numbers in exchanged.items():
-            writes[memory] -= numbers
-        if fingerprints:
-            for device, present_values in self._fingerprints().items():
-                writes[device] |= present_values.differing_from(fingerprints[device])
-        for numbers in writes.values():
-            numbers.difference_update(allowed)
+        numbers = self._broadcast.parameters
+        in_copies = self._copies.written()
+        for position in in_copies.counted:
+            copy, parameter = divmod(position, len(numbers))
+            writes[self._devices[copy]].add(numbers[parameter])
+        for position in in_copies.exchanged:
+            copy, parameter = divmod(position, len(numbers))
+            # Tensors of one memory count their versions together. If one of them has
+            # another storage, as by ``set_``, the version of the others says nothing.
+            writes[self._devices[copy]].discard(numbers[parameter])
+            if not self._has_sent_values(copy, parameter):
+                # Nothing is lost: the parameter still has its own storage.
+                writes[None].add(numbers[parameter])
+        for of_memory in self._values.values() if is_first else ():
+            for parameter in of_memory.written().differing:
+                writes[of_memory.device].add(numbers[parameter])
+        for written in writes.values():
+            written.difference_update(allowed)
         return writes
+
+    def _has_sent_values(self, copy: int, parameter: int) -> bool:
+        """Whether a copy's parameter, in another storage, has the values it was sent.
+
+        A frozen parameter that a forward pass casts loses nothing.
+        """
+        sent = self._values[self._devices[copy]].tensors[parameter]
+        tensor = self._copies.tensors[
+            copy * len(self._broadcast.parameters) + parameter
+        ]
+        if not self._values[self._master].tensors[parameter].requires_grad:
+            sent = sent.to(tensor.dtype)
+        return same_bits(tensor, sent)
 
 
 def _parameters(broadcast: Broadcast, tensors: Sequence[Tensor]) -> list[Tensor]:

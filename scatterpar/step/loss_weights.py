@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from scatterpar.devices.coalescing import to_host
 from scatterpar.devices.copies import to_device, to_numbers
-from scatterpar.devices.write_counters import versions
+from scatterpar.devices.written_tensors import WrittenTensors
 from scatterpar.objects.references import module_of
 from scatterpar.plan import Plan
 from scatterpar.step.request import CountFunction, Request, option_of
@@ -162,11 +162,13 @@ def _counts(request: Request, pieces: Iterable[tuple[Any, Any]]) -> list[Any]:
     and copies of all rows would take as long as a step.
     """
     assert request.count is not None
-    tensors = [tensor for batch in request.batches for tensor in batch.tensors()]
-    before = versions(tensors)
+    watched = WrittenTensors(
+        [tensor for batch in request.batches for tensor in batch.tensors()]
+    )
+    watched.begin(compares_bits=False)
     # All are called before any is read: a device counts while the host goes on.
     counts = [request.count(*piece) for piece in pieces]
-    if versions(tensors) != before:
+    if watched.written().counted:
         raise RuntimeError(
             "count= wrote into the inputs or targets of the batch, whose earlier "
             "values are lost; compute the number from a copy, such as targets.clone()"

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker
-from scatterpar.devices.write_counters import versions
+from scatterpar.devices.written_tensors import WrittenTensors
 from scatterpar.errors import Told, warn
 from scatterpar.torch_private.autograd import saved_tensors
 
@@ -69,34 +69,32 @@ class RowWrites:
         Inference tensors do not count how often they are written: of these nothing is
         known.
         """
-        tensors = nested.tensors(value)
-        before = versions(tensors)
+        tensors = WrittenTensors(nested.tensors(value))
+        tensors.begin(compares_bits=False)
         watch = WatchedCall()
         yield watch
-        if versions(tensors) != before:
-            self._note(writer, part, value, tensors, before, watch.result)
+        counted = tensors.written().counted
+        if counted:
+            written = [tensors.tensors[position] for position in sorted(counted)]
+            self._note(writer, part, value, written, watch.result)
 
     def _note(
         self,
         writer: str,
         part: str,
         value: Any,
-        tensors: Sequence[Tensor],
-        before: Sequence[int],
+        written: list[Tensor],
         result: Any,
     ) -> None:
-        """Note the entries of ``value`` whose ``tensors`` have other versions."""
-        written: dict[int, Tensor] = {}
-        for tensor, old, new in zip(tensors, before, versions(tensors), strict=True):
-            if old != new:
-                written[id(tensor)] = tensor
+        """Note the entries of ``value`` that have the ``written`` tensors."""
+        keys = set(map(id, written))
         names: dict[str, list[Tensor]] = {}
         for name, entry in _entries(part, value):
-            of_entry = [t for t in nested.tensors(entry) if id(t) in written]
+            of_entry = [t for t in nested.tensors(entry) if id(t) in keys]
             if of_entry:
                 names[name] = of_entry
         # User code may have taken the entry out of its container.
-        names = names or {part: list(written.values())}
+        names = names or {part: written}
         memory: set[int] = set()
         for name, of_entry in names.items():
             # Asked once: the graph is large.

@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
         torch = importlib.import_module("torch")
         print(f"scatterpar {scatterpar.__version__}, torch {torch.version.__version__}")
         return 0
-    problem = _problem(command)
+    problem = _why_not(command)
     if problem:
         print(f"scatterpar: error: {problem}", file=sys.stderr)
         return 2
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
     return code
 
 
-def _problem(command: str) -> str:
+def _why_not(command: str) -> str:
     """Return why there is no such command, or the package that it lacks, or nothing."""
     if command not in _MODULES:
         similar = difflib.get_close_matches(command, _MODULES, n=1)

@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 import torch
 
 from scatterpar.option_checks import check_int
-from scatterpar.spans import cut, divide
+from scatterpar.spans import cut_span, divide
 from scatterpar.tables import Printed, as_text
 
 _Value = TypeVar("_Value")
 # Smaller fractions of a sub-step come from the rounding of ``shares``.
-_ROUNDING = Fraction(1, 10**9)
+_ROUNDING_OF_SHARES = Fraction(1, 10**9)
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _plan(
     parts = [share / sum(exact) for share in exact]
     # A share that is larger than an equal one has more sub-steps, not larger ones.
     equal = [accum * len(parts) * part for part in parts]
-    substeps = [max(1, math.ceil(number - _ROUNDING)) for number in equal]
+    substeps = [max(1, math.ceil(number - _ROUNDING_OF_SHARES)) for number in equal]
     micro_batches: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by replica
     first = 0  # the number of the batch's first row
     for rows in sizes:
@@ -195,7 +195,7 @@ def _plan(
             pieces = substeps[replica]
             if limits[replica] is not None:
                 pieces = math.ceil(Fraction(stop - start, limits[replica]))
-            micro_batches[replica] += cut(first + start, first + stop, pieces)
+            micro_batches[replica] += cut_span(first + start, first + stop, pieces)
         first += rows
     planned = [
         Share(replica, devices[replica], tuple(spans))

@@ -35,10 +35,10 @@ def divide(rows: int, parts: Sequence[Fraction]) -> tuple[tuple[int, int], ...]:
     return tuple(pairwise(accumulate(sizes, initial=0)))
 
 
-def cut(start: int, stop: int, pieces: int) -> tuple[tuple[int, int], ...]:
+def cut_span(start: int, stop: int, pieces: int) -> tuple[tuple[int, int], ...]:
     """Cut ``start:stop`` into at most ``pieces`` spans, the longer ones first.
 
-    >>> cut(0, 5, 2)
+    >>> cut_span(0, 5, 2)
     ((0, 3), (3, 5))
     """
     pieces = min(pieces, stop - start)

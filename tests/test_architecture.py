@@ -193,6 +193,63 @@ def test_class_name_means_one_thing():
     assert twice == {"ScatterOnceTrainer"}
 
 
+def names_at_top_of(path):
+    """The functions and constants that a file defines, without underscores in front."""
+    for node in tree_of(path).body:
+        names = [node.name] if isinstance(node, ast.FunctionDef) else []
+        targets = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        value = ast.unparse(getattr(node, "value", None) or ast.Constant(0))
+        # A type variable stands for any type, so files share its name.
+        if not value.startswith(("TypeVar(", "ParamSpec(")):
+            names += [target.id for target in targets if isinstance(target, ast.Name)]
+        yield from {name.lstrip("_") for name in names if not name.startswith("__")}
+
+
+# Names that several files have for one thing.
+SHARED_NAMES = {
+    # The command of a file that is run.
+    "main",
+    # A cause is asked for, or told, by a function of its name.
+    "depends_on_earlier_parts",
+    "do_rows_meet",
+    "is_wrong_with_one_part",
+    "mean_of_means_in_a_term",
+    "once_per_part",
+    "other_weights",
+}
+# Names that have several meanings, and are to be changed: none may come.
+NAMES_OF_SEVERAL = {
+    *("CHANGES", "CONTAINERS", "EXACT", "MAX_ENTRIES", "MIN_ROWS", "OUT_OF_MEMORY"),
+    *("PLAIN", "REMEDIES", "add", "as_leaf", "count_labels", "difference", "divided"),
+    *("is_same", "listed", "name_of", "outputs_of", "shown", "tensors", "verdict_of"),
+}
+# Of loops of libraries, of the tool, and what goes with them.
+UNREAD = (
+    *("integrations/", "loops/", "train/", "dry_run", "options/batch_groups"),
+    *("pair/recorded_copies", "replicas/handed_on", "replicas/calls_in_backward"),
+    *("splitting/command", "splitting/values", "splitting/terms", "step/turns"),
+    *("verify/opened_files", "verify/saved_writes", "verify/choice"),
+)
+
+
+def test_name_of_function_means_one_thing():
+    """Of functions and constants of modules, as of classes."""
+    files = defaultdict(set)
+    for path in PACKAGE.rglob("*.py"):
+        file = path.relative_to(PACKAGE).as_posix()
+        if not file.startswith(UNREAD):
+            for name in names_at_top_of(path):
+                files[name].add(file)
+    twice = {name: found for name, found in files.items() if len(found) > 1}
+    for name in SHARED_NAMES | NAMES_OF_SEVERAL:
+        twice.pop(name, None)
+    assert not twice
+
+
 def test_no_circular_imports():
     TopologicalSorter(graph()).prepare()  # or the error names the circle
 
@@ -402,7 +459,7 @@ def test_how_it_works_has_sizes_of_messages():
         f"those of {coalescing.ALONE_BYTES // mebibyte} MiB or more are sent alone"
         in page
     )
-    assert f"64 bits per {4 * fingerprints._WORDS // mebibyte} MiB" in page
+    assert f"64 bits per {4 * fingerprints.WORDS_AT_A_TIME // mebibyte} MiB" in page
     assert f"tensors of {large_tensors.LARGE_BYTES // 2**10} KiB or more" in page
 
 
@@ -487,7 +544,7 @@ def test_predicates_write_nothing():
     # They remember an answer that stays the same.
     assert writing == {
         "scatterpar.devices.streams.has_streams": ["_devices_with_streams.add(device)"],
-        "scatterpar.replicas.module_contents.is_data": [
+        "scatterpar.replicas.module_contents.is_shared_data": [
             "_known_data[id(container)]",
             "_known_data.clear()",
         ],

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from scatterpar.spans import cut, divide
+from scatterpar.spans import cut_span, divide
 
 pytestmark = pytest.mark.core
 
@@ -38,6 +38,6 @@ def test_rows_divided_in_proportion(rows, shares, expected):
     ("pieces", "expected"), [(1, [5]), (2, [3, 2]), (3, [2, 2, 1]), (9, [1] * 5)]
 )
 def test_longer_spans_come_first(pieces, expected):
-    spans = cut(2, 7, pieces)
+    spans = cut_span(2, 7, pieces)
     assert sizes(spans) == expected
     assert (spans[0][0], spans[-1][1]) == (2, 7)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.batch.classes import copy_of, like
-from scatterpar.batch.markers import Marker, unwrapped
+from scatterpar.batch.markers import Marker, unwrapped_atom
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Batch:
 
         With ``copy``, tensors are copied.
         """
-        atoms = [unwrapped(atom, copy=copy) for atom in self.atoms]
+        atoms = [unwrapped_atom(atom, copy=copy) for atom in self.atoms]
         inputs, targets = self.structure.build(iter(atoms))
         return inputs, targets
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from scatterpar.batch import nested
 
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+_PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def like(source: Tensor, result: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def like(source: Tensor, result: Tensor) -> Tensor:
     kind = type(source)
     if _consists_of_others(source):
         return result
-    if kind not in _PLAIN and type(result) is not kind:
+    if kind not in _PLAIN_TENSORS and type(result) is not kind:
         result = result.as_subclass(kind)
     if result is not source:
         vars(result).update(vars(source))

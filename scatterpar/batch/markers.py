@@ -266,7 +266,7 @@ class Batches:
         return f"Rows.from_batches({len(self.entries)} batches)"
 
 
-def unwrapped(atom: Any, *, copy: bool = False) -> Any:
+def unwrapped_atom(atom: Any, *, copy: bool = False) -> Any:
     """The atom as a module or criterion sees it; with ``copy``, tensors are copied.
 
     A module may write its inputs in place, and a step reads them again.
@@ -277,8 +277,8 @@ def unwrapped(atom: Any, *, copy: bool = False) -> Any:
 
 
 def unwrap_markers(value: Any, *, copy: bool = False) -> Any:
-    """``value`` with its atoms as from ``unwrapped``."""
-    return nested.map_atoms(partial(unwrapped, copy=copy), value)
+    """``value`` with its atoms as from ``unwrapped_atom``."""
+    return nested.map_atoms(partial(unwrapped_atom, copy=copy), value)
 
 
 def count_rows(
@@ -304,7 +304,7 @@ def count_rows(
         size = _size(value, dim)
         # The first value of a size stands for all: an error names few.
         if size is not None and size not in sizes:
-            sizes[size] = f"{name} with {size} ({_shown(value)})"
+            sizes[size] = f"{name} with {size} ({_shape_or_repr(value)})"
     for name, value in values:
         problem = _problem(value, dim, sizes, refuse_grad)
         if problem:
@@ -357,7 +357,7 @@ def _views_of(sizes: Collection[int]) -> str:
     )
 
 
-def _shown(value: Any) -> str:
+def _shape_or_repr(value: Any) -> str:
     """A tensor by its shape, a marker as it prints itself."""
     return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 

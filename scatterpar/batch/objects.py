@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from scatterpar.batch import nested
 
-_DEPTH = 3  # an object, an object or list in it, and what that holds
+_OBJECT_DEPTH = 3  # an object, an object or list in it, and what that holds
 _WITHOUT_ROWS = (*nested.PLAIN_CLASSES, type, nn.Module)
 
 
@@ -31,7 +31,7 @@ def unsplit_rows(value: Any, dim: int, sizes: Container[int]) -> str | None:
     """
     names: dict[int, str] = {}  # by size, the first attribute that has it
     for name, attribute in _attributes(value).items():
-        for tensor in tensors_within(attribute, _DEPTH):
+        for tensor in tensors_within(attribute, _OBJECT_DEPTH):
             if -tensor.ndim <= dim < tensor.ndim:
                 names.setdefault(tensor.size(dim), name)
     # As of the nodes and edges of a graph: one may be the number of rows by chance.

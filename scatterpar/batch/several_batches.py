@@ -31,8 +31,8 @@ def batches_of(inputs: Any, targets: Any, dim: int) -> list[Batch]:
     # Each batch begins at the row at which the one before it ends.
     sizes = _sizes_of_batches(inputs, targets, dim)
     spans = list(pairwise(accumulate(sizes, initial=0)))
-    inputs_by_batch = _entries_of(inputs, spans, dim)
-    targets_by_batch = _entries_of(targets, spans, dim)
+    inputs_by_batch = _parts_of_batches(inputs, spans, dim)
+    targets_by_batch = _parts_of_batches(targets, spans, dim)
     batches: list[Batch] = []
     for number, (start, stop) in enumerate(spans):
         batch = batch_of(
@@ -74,7 +74,9 @@ def _sizes_of_batches(inputs: Any, targets: Any, dim: int) -> list[int]:
     )
 
 
-def _entries_of(part: Any, spans: Sequence[tuple[int, int]], dim: int) -> Sequence[Any]:
+def _parts_of_batches(
+    part: Any, spans: Sequence[tuple[int, int]], dim: int
+) -> Sequence[Any]:
     """The inputs or targets of each batch, which have these rows."""
     if isinstance(part, Batches):
         return part.entries

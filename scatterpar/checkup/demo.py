@@ -26,7 +26,7 @@ from scatterpar.report import StepReport
 from scatterpar.step.loss_weights import count_labels
 from scatterpar.tables import as_text
 
-WORDS = 64  # of the vocabulary
+VOCABULARY = 64  # of the vocabulary
 TEXTS = 64  # rows of the batch
 LENGTH = 48  # of the longest text
 SUB_STEPS = 16  # micro-batches of the batch
@@ -40,9 +40,9 @@ class LanguageModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(WORDS, 32)
+        self.embedding = nn.Embedding(VOCABULARY, 32)
         self.layers = nn.GRU(32, 64, batch_first=True)
-        self.head = nn.Linear(64, WORDS)
+        self.head = nn.Linear(64, VOCABULARY)
 
     def forward(self, words: Tensor) -> Tensor:
         """Logits of shape ``(rows, positions, vocabulary)``."""
@@ -78,9 +78,9 @@ def make_batch() -> tuple[Tensor, Tensor]:
     lengths = torch.randint(2, LENGTH // 4, (TEXTS,))
     long_texts = torch.randperm(TEXTS)[: TEXTS // 8]
     lengths[long_texts] = LENGTH
-    words = torch.randint(WORDS, (TEXTS, LENGTH))
+    words = torch.randint(VOCABULARY, (TEXTS, LENGTH))
     # Frequent words, or there would be nothing to learn.
-    words = words * words // WORDS
+    words = words * words // VOCABULARY
     labels = words.roll(-1, dims=1)
     positions = torch.arange(LENGTH)
     last_positions = lengths[:, None] - 1  # no word follows
@@ -103,7 +103,7 @@ def relative_error(gradient: Tensor, reference: Tensor) -> float:
     return float(distance / reference.norm())
 
 
-def compare() -> DemoResults:
+def compare_three_ways() -> DemoResults:
     """Compute the same batch's gradient in three ways."""
     # The page has the same numbers on every machine, up to rounding.
     torch.manual_seed(0)
@@ -194,7 +194,7 @@ def main(options: Sequence[str]) -> int:
         description="Accumulate one batch by hand and with the engine, and compare.",
     )
     parser.parse_args(options)
-    findings = compare()
+    findings = compare_three_ways()
     print(as_page(findings))
     is_as_promised = bool(findings.refusal) and findings.counted < 1e-5
     return 0 if is_as_promised else 1

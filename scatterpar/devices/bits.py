@@ -35,7 +35,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-_kind_of = attrgetter("shape", "dtype", "layout", "device")
+_kind_with_device = attrgetter("shape", "dtype", "layout", "device")
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
@@ -44,7 +44,7 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
     -0.0 differs from 0.0, and a NaN equals itself. Quantised tensors never count as
     equal.
     """
-    if _kind_of(first) != _kind_of(second) or first.is_quantized:
+    if _kind_with_device(first) != _kind_with_device(second) or first.is_quantized:
         return False
     pairs = zip(pieces_of(first), pieces_of(second), strict=True)
     return all(torch.equal(as_bytes(left), as_bytes(right)) for left, right in pairs)

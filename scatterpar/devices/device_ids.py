@@ -105,14 +105,14 @@ def visible_identities() -> list[str]:
     if accelerator is None:
         return names
     for number in range(torch.accelerator.device_count()):
-        name = identity_of(torch.device(accelerator.type, number))
+        name = identity_of_accelerator(torch.device(accelerator.type, number))
         if name is None:
             return []
         names.append(name)
     return names
 
 
-def identity_of(device: torch.device) -> str | None:
+def identity_of_accelerator(device: torch.device) -> str | None:
     """A name for the accelerator that no other one in the world has.
 
     ``None`` for the host, and for backends that name none.

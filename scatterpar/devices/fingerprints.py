@@ -27,7 +27,7 @@ from scatterpar.devices.copies import to_device, to_numbers
 from scatterpar.devices.streams import has_streams
 from scatterpar.devices.virtual_devices import HOST
 
-_WORDS = 2**21  # at a time; intermediate results need some 40 bytes per word
+WORDS_AT_A_TIME = 2**21  # at a time; intermediate results need some 40 bytes per word
 # For these torch uses one thread, and they stay in its cache.
 _WORDS_IN_THE_HOST = 2**14
 # Odd pseudo-random numbers, for two rounds of mixing.
@@ -45,10 +45,10 @@ class Fingerprints:
     """
 
     def __init__(self, tensors: Mapping[int, Tensor], device: torch.device) -> None:
-        max_words = _WORDS_IN_THE_HOST if device.type == "cpu" else _WORDS
+        max_words = _WORDS_IN_THE_HOST if device.type == "cpu" else WORDS_AT_A_TIME
         pieces: dict[tuple[int, int], Tensor] = {}
         for key, tensor in tensors.items():
-            for number, piece in enumerate(_words(tensor, max_words)):
+            for number, piece in enumerate(_as_words(tensor, max_words)):
                 pieces[key, number] = piece
         largest = max(map(Tensor.numel, pieces.values()), default=0)
         factors = _factors(largest, device)
@@ -80,7 +80,7 @@ class Fingerprints:
         return set(compress(self.owners, (now != before for now, before in pairs)))
 
 
-def _words(tensor: Tensor, max_words: int) -> Sequence[Tensor]:
+def _as_words(tensor: Tensor, max_words: int) -> Sequence[Tensor]:
     """The tensor as 32-bit words, or as bytes if their number is no multiple of four.
 
     They are in 1-D pieces of at most ``max_words``; there is none for an empty tensor.

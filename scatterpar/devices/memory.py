@@ -47,6 +47,11 @@ def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=dtype, device=physical(device))
 
 
+def storage_address(tensor: Tensor) -> int:
+    """Where the storage of a tensor begins, which is that of all its views."""
+    return tensor.untyped_storage().data_ptr()
+
+
 def empty_cache() -> None:
     """Free cached device memory.
 

@@ -106,7 +106,9 @@ def needs_pieces(num_bytes: int, devices: int) -> bool:
     return devices > 2 and num_bytes >= (devices - 1) * BYTES_PER_DEVICE
 
 
-def cut(flat: Mapping[_Key, Tensor], devices: int, max_bytes: int) -> list[Piece[_Key]]:
+def cut_into_pieces(
+    flat: Mapping[_Key, Tensor], devices: int, max_bytes: int
+) -> list[Piece[_Key]]:
     """Cut 1-D tensors into pieces of about ``max_bytes`` at most, the largest first.
 
     There are about as many as devices except the first, or more if they are large. More
@@ -127,15 +129,17 @@ def cut(flat: Mapping[_Key, Tensor], devices: int, max_bytes: int) -> list[Piece
                 small[key] = size
                 continue
             count = max(round(size / elements), -(-size // most))
-            parts = _divided({key: size}, _ceil_to(_ELEMENTS, -(-size // count)))
+            parts = _parts_of_pieces(
+                {key: size}, _ceil_to(_ELEMENTS, -(-size // count))
+            )
             pieces += [Piece(dtype, part) for part in parts]
-        pieces += [Piece(dtype, parts) for parts in _divided(small, elements)]
+        pieces += [Piece(dtype, parts) for parts in _parts_of_pieces(small, elements)]
     # Those that are copied at the same time take the same time.
     pieces.sort(key=lambda piece: piece.nbytes, reverse=True)
     return pieces
 
 
-def _divided(
+def _parts_of_pieces(
     sizes: Mapping[_Key, int], elements: int
 ) -> list[list[tuple[_Key, int, int]]]:
     """The parts of each piece of so many elements."""

@@ -23,7 +23,12 @@ from torch import Tensor
 
 from scatterpar.devices import coalescing, memory
 from scatterpar.devices.lanes import Lanes
-from scatterpar.devices.pieces import MESSAGES_IN_BUFFERS, Piece, buffer_bytes, cut
+from scatterpar.devices.pieces import (
+    MESSAGES_IN_BUFFERS,
+    Piece,
+    buffer_bytes,
+    cut_into_pieces,
+)
 from scatterpar.devices.transfers import Transfers
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -39,7 +44,7 @@ def relay(
 
     ``flat`` has 1-D tensors per device.
     """
-    pieces = cut(flat[0], len(devices), coalescing.CHUNK_BYTES)
+    pieces = cut_into_pieces(flat[0], len(devices), coalescing.CHUNK_BYTES)
     packed = [piece for piece in pieces if len(piece.parts) > 1]
     buffers = _PieceBuffers(packed, flat, devices)
     with Lanes(devices, transfers, phase) as lanes:

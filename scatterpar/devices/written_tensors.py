@@ -30,7 +30,7 @@ from scatterpar.devices.virtual_devices import HOST
 from scatterpar.devices.write_counters import versions
 
 
-class Writes(NamedTuple):
+class WrittenPositions(NamedTuple):
     """The positions of the tensors that a call has written, by how that is known.
 
     Attributes:
@@ -70,9 +70,9 @@ class WrittenTensors:
         self._fingerprints = self._present_fingerprints() if compares_bits else None
         self._versions = versions(self.tensors)
 
-    def written(self) -> Writes:
+    def written(self) -> WrittenPositions:
         """What was written since ``begin``."""
-        writes = Writes(set(), set(), set())
+        writes = WrittenPositions(set(), set(), set())
         present = versions(self.tensors)
         # First the questions that need no Python call per tensor.
         is_in_place = self._stored_as is None or all(

@@ -103,7 +103,7 @@ class Collectives:
         """Raise the same ``ValueError`` on all ranks if modules or options differ, or
         if two ranks have one of their ``accelerators`` in common.
         """
-        tensors = _named_tensors(module)
+        tensors = _tensors_of_module(module)
         description = "\n".join([" ".join(accelerators), options, *map(str, tensors)])
         subject = "the other ranks' description of the module"
         by_rank = [text.split("\n") for text in self.texts(description, subject)]
@@ -262,7 +262,7 @@ def _failed(statuses: Sequence[int]) -> list[int]:
     return [rank for rank, status in enumerate(statuses) if status == _FAILED]
 
 
-def _named_tensors(module: nn.Module) -> list[_ModuleTensor]:
+def _tensors_of_module(module: nn.Module) -> list[_ModuleTensor]:
     """The parameters of a module, then its buffers."""
     sparse = set()
     for layer in module.modules():

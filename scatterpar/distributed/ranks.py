@@ -26,7 +26,7 @@ from scatterpar.batch.joining import join_rows
 from scatterpar.batch.markers import unwrap_markers
 from scatterpar.devices.bits import as_bytes
 from scatterpar.devices.copies import to_device, to_numbers, write
-from scatterpar.devices.device_ids import identity_of
+from scatterpar.devices.device_ids import identity_of_accelerator
 from scatterpar.devices.virtual_devices import physical
 from scatterpar.distributed.collectives import MAX_LOGGED, Collectives
 from scatterpar.errors import add_note, warn
@@ -90,7 +90,7 @@ class Ranks:
                 f'init_process_group("cpu:gloo,{device.type}:{backend}")'
             )
         options = f"buffers={buffers!r}\naccumulate_dtype={accumulate_dtype}"
-        identities = map(identity_of, dict.fromkeys(devices))
+        identities = map(identity_of_accelerator, dict.fromkeys(devices))
         accelerators = [identity for identity in identities if identity is not None]
         self._collectives.require_same(module, options, accelerators)
         self._collectives.broadcast_from_rank_0(module)
@@ -142,7 +142,7 @@ class Ranks:
         # As text, compared by all ranks: else they would add tensors of different
         # parameters, or wait for each other for ever.
         scale = outcome.request.scale
-        tensors = _kind_of(outcome, sums)
+        tensors = _kind_of_outcome(outcome, sums)
         names = sorted(outcome.logged)
         if len(names) > MAX_LOGGED:
             raise ValueError(
@@ -232,7 +232,7 @@ class Ranks:
             join_rows(detached, dim, rows, rows),
             unwrap_markers(targets),
         )
-        bytes_here = pack(nested.tensors(values_here), seed, sum(rows))
+        bytes_here = pack_payload(nested.tensors(values_here), seed, sum(rows))
         kind = f"outputs {kind_of(values_here, dim)}"
         self._error_is_common = True  # up to the end of the exchange
         _, sizes = self._collectives.exchange_status(
@@ -241,7 +241,7 @@ class Ranks:
         subject = "the outputs and targets of all ranks"
         bytes_by_rank = self._collectives.all_gather(bytes_here, sizes, subject)
         self._error_is_common = False
-        payloads = [unpack(content, values_here) for content in bytes_by_rank]
+        payloads = [unpack_payload(content, values_here) for content in bytes_by_rank]
         # In rank order, so that the criterion sees the same batch everywhere.
         outputs_by_rank = [[payload.values[0]] for payload in payloads]
         rows_by_rank = [[payload.rows] for payload in payloads]
@@ -282,7 +282,7 @@ class _SumParts(NamedTuple):
     statistics: list[Tensor]
 
 
-def _kind_of(outcome: Outcome, parts: _SumParts) -> str:
+def _kind_of_outcome(outcome: Outcome, parts: _SumParts) -> str:
     """The names and dtypes of buffers, the dtypes and shapes of parts."""
     kinds: list[tuple[Any, ...]] = []
     for _, name, buffer in outcome.buffers:
@@ -303,13 +303,13 @@ def _with_sums(outcome: Outcome, pooled: Sequence[Tensor], sums: _SumParts) -> O
     sums_of_buffers = iter(sums.buffers)
     for container, name, value in outcome.buffers:
         if value is not None:
-            value = _like(next(sums_of_buffers), value)
+            value = _as_it_was_sent(next(sums_of_buffers), value)
         buffers.append((container, name, value))
     statistics = outcome.statistics
     if statistics is not None:
         by_tensor: list[list[Tensor]] = []
         for rows, value in zip(sums.statistics, pooled, strict=True):
-            by_tensor.append([_like(row, value) for row in rows])
+            by_tensor.append([_as_it_was_sent(row, value) for row in rows])
         statistics = statistics.pooled(by_tensor)
     return replace(outcome, gradients=gradients, buffers=buffers, statistics=statistics)
 
@@ -351,7 +351,7 @@ class Payload(NamedTuple):
     rows: int
 
 
-def pack(tensors: Sequence[Tensor], seed: int, rows: int) -> Tensor:
+def pack_payload(tensors: Sequence[Tensor], seed: int, rows: int) -> Tensor:
     """A 1-D byte tensor: the bytes of the tensors, then of the numbers and sizes."""
     sizes: list[int] = []
     for tensor in tensors:
@@ -363,7 +363,7 @@ def pack(tensors: Sequence[Tensor], seed: int, rows: int) -> Tensor:
     return torch.cat([to_device(part, parts[0].device) for part in parts])
 
 
-def unpack(payload: Tensor, like: Any) -> Payload:
+def unpack_payload(payload: Tensor, like: Any) -> Payload:
     """What a rank packed, with the tensors in the structure of ``like``."""
     num_numbers = 2 + sum(atom.ndim for atom in nested.tensors(like))
     # A copy is aligned for any dtype.
@@ -387,17 +387,17 @@ def kind_of(value: Any, dim: int) -> str:
 
     It must be equal on all ranks.
     """
-    return ";".join(_kind_of_atom(atom, dim) for atom in nested.atoms(value))
+    return ";".join(_kind_of_value(atom, dim) for atom in nested.atoms(value))
 
 
-def _kind_of_atom(atom: Any, dim: int) -> str:
+def _kind_of_value(atom: Any, dim: int) -> str:
     if isinstance(atom, Tensor):
         sizes = atom.shape[:dim] + atom.shape[dim:][1:]  # all but that along ``dim``
         return f"{atom.dtype} {atom.ndim} {sizes}"
     return repr(atom) if isinstance(atom, nested.PLAIN_CLASSES) else type(atom).__name__
 
 
-def _like(total: Tensor, value: Tensor) -> Tensor:
+def _as_it_was_sent(total: Tensor, value: Tensor) -> Tensor:
     """``total`` in the dtype and shape of ``value``, perhaps sent as bytes."""
     if total.dtype != value.dtype:
         total = total.clone().view(value.dtype)  # a copy is aligned for any dtype

@@ -68,7 +68,7 @@ def relative_differences(
     and it is not zero.
     """
     pairs = list(zip(actual, expected, strict=True))
-    differences = magnitudes([_difference(*pair) for pair in pairs])
+    differences = magnitudes([_gradient_difference(*pair) for pair in pairs])
     scales = magnitudes(expected)
     # Beside an infinite scale every difference would be zero.
     largest = max(filter(math.isfinite, scales), default=0.0)
@@ -85,7 +85,9 @@ def relative_differences(
     return quotients
 
 
-def _difference(actual: Tensor | None, expected: Tensor | None) -> Tensor | None:
+def _gradient_difference(
+    actual: Tensor | None, expected: Tensor | None
+) -> Tensor | None:
     """The difference of two gradients, of which one may be ``None``."""
     if actual is None:
         return expected

@@ -14,7 +14,7 @@ from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.torch_private.thread_modes import OperatorMode
 
 # Of no special meaning: neither 0, 1 nor 0.5, which losses may treat apart.
-_CONSTANT = 0.618
+_CONSTANT_DRAW = 0.618
 _PER_ROW = ("aten::randperm", "aten::multinomial")  # what they draw depends on the rows
 # Operators that draw slopes between two bounds.
 _SLOPES = ("lower", "upper")
@@ -79,7 +79,7 @@ class ConstantNumbers(OperatorMode):
         if operator in _PER_ROW or not is_number:
             raise Inconclusive("what is drawn depends on the rows", patience=2)
         if drawn.is_floating_point():
-            drawn.fill_(_CONSTANT)
+            drawn.fill_(_CONSTANT_DRAW)
         elif drawn.numel():
             # Drawn, not a constant: it must be within the range that was asked for.
             drawn.fill_(drawn.flatten()[0])

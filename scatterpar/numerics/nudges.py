@@ -23,7 +23,7 @@ NUM_NUDGES = 16
 # units. In half precision so large a nudge would hide an error.
 _GROWTH = 32
 _GROWTH_IN_HALF_PRECISION = 4
-_HALF_PRECISION = 1e-5  # formats with a larger eps
+_EPS_OF_HALF_PRECISION = 1e-5  # formats with a larger eps
 
 
 # More than the effect of a nudge rounding may explain. The smallest nudge has the
@@ -39,7 +39,7 @@ def nudged(tensor: Tensor, number: int, eps: float) -> Tensor:
 
     ``eps`` is the rounding of the coarsest format.
     """
-    growth = _GROWTH_IN_HALF_PRECISION if eps >= _HALF_PRECISION else _GROWTH
+    growth = _GROWTH_IN_HALF_PRECISION if eps >= _EPS_OF_HALF_PRECISION else _GROWTH
     size = eps / 2 * growth ** (number / (NUM_NUDGES - 1))
     # Cosines of far angles: as good as random, and the same in every look.
     positions = torch.arange(tensor.numel(), device=tensor.device)

@@ -29,11 +29,11 @@ from torch.overrides import TorchFunctionMode
 from scatterpar.numerics.rounding import HALF_PRECISION
 
 # A look has no memory for copies of larger models, and computes them as in the step.
-MAX_BYTES = 2**27
+MAX_BYTES_IN_SINGLE = 2**27
 # Before a refusal more is worth it, while the step's gradients need no memory yet.
 MAX_BYTES_IN_DOUBLE = 2**29
 # Others are quantised, or consist of several tensors.
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+_CAST_CLASSES = (Tensor, nn.Parameter, nn.Buffer)
 
 Formats = Mapping[torch.dtype, torch.dtype]  # the wider dtype of each
 
@@ -54,19 +54,19 @@ class Precision(enum.Enum):
     @property
     def formats(self) -> Formats:
         """The wider dtype of each dtype that is widened."""
-        return _FORMATS[self]
+        return _FORMATS_OF_PRECISION[self]
 
     @property
     def max_bytes(self) -> int:
         """The size of the largest model that is widened."""
-        return MAX_BYTES_IN_DOUBLE if self is Precision.DOUBLE else MAX_BYTES
+        return MAX_BYTES_IN_DOUBLE if self is Precision.DOUBLE else MAX_BYTES_IN_SINGLE
 
     def widened(self, tensor: Tensor) -> Tensor:
         """A tensor in the wider dtype, or the tensor itself if there is none."""
         return tensor.type(self.formats.get(tensor.dtype, tensor.dtype))
 
 
-_FORMATS: Mapping[Precision, Formats] = {
+_FORMATS_OF_PRECISION: Mapping[Precision, Formats] = {
     Precision.AS_IN_STEP: {},
     Precision.SINGLE: _TO_SINGLE,
     Precision.DOUBLE: _TO_DOUBLE,
@@ -117,7 +117,7 @@ class WiderLayers:
     def _narrow(self) -> Iterator[Tensor]:
         for layer in self._layers:
             for tensor in (*layer._parameters.values(), *layer._buffers.values()):
-                if tensor is None or type(tensor) not in _PLAIN:
+                if tensor is None or type(tensor) not in _CAST_CLASSES:
                     continue
                 if tensor.is_leaf and tensor.dtype in self._formats:
                     yield tensor
@@ -170,7 +170,7 @@ class WiderCasts(TorchFunctionMode):
         return value
 
     def _has_mixed_dtypes(self, values: Iterable[Any]) -> bool:
-        dtypes = {tensor.dtype for tensor in _tensors(values)}
+        dtypes = {tensor.dtype for tensor in _tensors_among(values)}
         widened = dtypes & self._formats.keys()
         return bool(widened) and not dtypes.isdisjoint(self._formats.values())
 
@@ -182,12 +182,12 @@ class WiderCasts(TorchFunctionMode):
         return value
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def _tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif type(value) in (tuple, list):
-            yield from _tensors(value)
+            yield from _tensors_among(value)
 
 
 def _writes(func: Any) -> bool:

@@ -45,7 +45,7 @@ from scatterpar.objects.snapshot import Snapshot, entries_of
 from scatterpar.objects.walk import VARIABLES, Place, PlaceKind, Walk
 
 # Of tensors that are no buffers, and of arrays; larger ones are data.
-_MAX_BYTES = 2**26
+_MAX_SAVED_BYTES = 2**26
 _WITH_ENTRIES = dict, list, tuple
 
 
@@ -110,7 +110,7 @@ class Journal:
         devices: Sequence[torch.device] = (),
         *,
         guarded: Container[int] | None = None,
-        max_bytes: float = _MAX_BYTES,
+        max_bytes: float = _MAX_SAVED_BYTES,
     ) -> None:
         self.walk = walk
         self.unsaved: list[str] = []
@@ -164,7 +164,7 @@ class Journal:
     def _save(self, value: Any) -> None:
         kind: Any = type(value)
         saver = saver_of(kind)
-        if saver is None or saver.size(value) > _MAX_BYTES:
+        if saver is None or saver.size(value) > _MAX_SAVED_BYTES:
             return
         saved = saver(value)
         if saved.state is not None:

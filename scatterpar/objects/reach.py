@@ -45,7 +45,9 @@ from scatterpar.objects.references import (
     parts_of,
 )
 
-DEPTH = 4  # a function, another one in its file, an object there, a list in the object
+SEARCH_DEPTH = (
+    4  # a function, another one in its file, an object there, a list in the object
+)
 _MAX_SEARCHED = 10_000  # values; they take 10 ms in each step
 _MIN_LOG = 64  # longer containers are logs, unless a tensor or module is in them
 _LOG_ENTRIES = 8  # of a log that are searched, at either end
@@ -57,7 +59,7 @@ _MAX_TOLD_APART = 64  # values: a key of them is made in each step
 _MAX_ENTRIES_TOLD_APART = 32  # of a container; longer ones are data, such as a log
 
 
-def reachable(root: Any, depth: int = DEPTH) -> list[Any]:
+def reachable(root: Any, depth: int = SEARCH_DEPTH) -> list[Any]:
     """``root`` and what it uses, nearest first, up to modules and tensors."""
     return walk([root], _used_by, depth)
 
@@ -87,7 +89,7 @@ def values_to_search(function: Any) -> list[Any]:
     Each step searches, so numbers and words are passed over, and logs for the most
     part.
     """
-    return walk([function], _to_search_in, DEPTH, _MAX_SEARCHED)
+    return walk([function], _to_search_in, SEARCH_DEPTH, _MAX_SEARCHED)
 
 
 def _to_search_in(value: Any) -> Collection[Any]:

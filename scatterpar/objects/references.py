@@ -22,7 +22,7 @@ from torch import nn
 
 from scatterpar.batch.nested import sequence_like
 
-_NOTHING: Mapping[str, Any] = types.MappingProxyType({})
+_NO_ATTRIBUTES: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class References(NamedTuple):
@@ -41,11 +41,11 @@ class References(NamedTuple):
     """
 
     called: Any = None
-    bound: Mapping[str, Any] = _NOTHING
+    bound: Mapping[str, Any] = _NO_ATTRIBUTES
     weak: Sequence[Any] = ()
-    closure: Mapping[str, Any] = _NOTHING
-    file_globals: Mapping[str, Any] = _NOTHING
-    attributes: Mapping[str, Any] = _NOTHING
+    closure: Mapping[str, Any] = _NO_ATTRIBUTES
+    file_globals: Mapping[str, Any] = _NO_ATTRIBUTES
+    attributes: Mapping[str, Any] = _NO_ATTRIBUTES
     entries: Collection[Any] = ()
     make: Callable[..., Any] | None = None
 
@@ -82,7 +82,7 @@ def parts_of(value: Any) -> References:
         # Without attributes: the ``__dict__`` of a method is that of its function.
         bound = {"self": value.__self__}
         return References(value.__func__, bound, make=types.MethodType)
-    attributes = read_attribute(value, "__dict__", _NOTHING)
+    attributes = read_attribute(value, "__dict__", _NO_ATTRIBUTES)
     if kind is types.FunctionType:
         closure, file_globals = _variables_of(value)
         return References(

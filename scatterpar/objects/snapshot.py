@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from scatterpar.batch.nested import PLAIN
 from scatterpar.torch_private.compiler import PREFIX_OF_COMPILER
 
-_OF_DATA = {dict, list, tuple, set, OrderedDict, defaultdict, Counter, deque}
+_CONTAINERS_OF_VALUES = {
+    dict,
+    list,
+    tuple,
+    set,
+    OrderedDict,
+    defaultdict,
+    Counter,
+    deque,
+}
 # The first that a container is an instance of counts.
 _WRITABLE = OrderedDict, dict, set, list, deque
 _SWITCHES = {bool, str, bytes, types.NoneType}
@@ -102,7 +111,9 @@ class Snapshot:
         if self._facts() != self._known:
             return False
         changed = self.changed()
-        return all(_are_equal(container, saved) for _, container, saved in changed)
+        return all(
+            _has_equal_entries(container, saved) for _, container, saved in changed
+        )
 
     def restore(self) -> None:
         """Restore the contents of the containers.
@@ -154,7 +165,7 @@ class Snapshot:
             for entries, others in ((before, after), (after, before)):
                 for key, value in entries.items():
                     is_same_value = key in others and others[key] is value
-                    if not is_same_value and not is_data(value):
+                    if not is_same_value and not consists_of_values(value):
                         return None
             numbers.append(number)
         return numbers
@@ -176,16 +187,16 @@ class Snapshot:
         self._remember()
 
 
-def is_data(value: Any) -> bool:
+def consists_of_values(value: Any) -> bool:
     """Whether a value consists of plain values and tensors, without parameters."""
     if type(value) in PLAIN:
         return True
     if isinstance(value, Tensor):
         return not isinstance(value, nn.Parameter)
-    if type(value) not in _OF_DATA:
+    if type(value) not in _CONTAINERS_OF_VALUES:
         return False
     entries = value.values() if isinstance(value, dict) else value
-    return all(map(is_data, entries))
+    return all(map(consists_of_values, entries))
 
 
 def is_same(container: Any, saved: Any) -> bool:
@@ -205,10 +216,10 @@ def _is_equal(value: Any, saved: Any) -> bool:
         return False
     if type(value) in PLAIN:
         return bool(value == saved)
-    return type(value) in _OF_DATA and _are_equal(value, saved)
+    return type(value) in _CONTAINERS_OF_VALUES and _has_equal_entries(value, saved)
 
 
-def _are_equal(container: Any, saved: Any) -> bool:
+def _has_equal_entries(container: Any, saved: Any) -> bool:
     """Whether the entries of a container, and their order, are equal to those saved."""
     if len(container) != len(saved):
         return False

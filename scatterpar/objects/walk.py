@@ -56,7 +56,7 @@ from scatterpar.torch_private.compiler import unwrapped
 
 # A chain of objects is as long as this at most: a longer one is data, such as a linked
 # list. Modules begin a new chain, because networks may be deep.
-DEPTH = 16
+LONGEST_CHAIN = 16
 # The saved references of such a list take 8 MB.
 _MAX_SAVED_ENTRIES = 2**20  # of a container: a longer one is data
 UNSET = object()  # the value of a place that has none
@@ -207,7 +207,7 @@ class Walk:
             self._root_ids |= {id(root), id(read_attribute(root, "__self__"))}
             self._add(root, None, 0)
         for number, value in enumerate(self.values):  # which grow
-            if self._depths[number] <= DEPTH:
+            if self._depths[number] <= LONGEST_CHAIN:
                 try:  # contextlib.suppress takes longer than a short list
                     self._record(number, value)
                 except Exception:
@@ -227,7 +227,7 @@ class Walk:
         """Record the places to which a value leads, and add their values."""
         value_class: Any = type(value)
         # A weak reference is none of its object, a decorator's proxy is its function.
-        if not issubclass(value_class, _WEAK):
+        if not issubclass(value_class, _WEAK_REFERENCES):
             value_class = value.__class__
         follow = _follower_of(value_class)
         for kind, holder, key, content in follow(self, number, value):
@@ -360,7 +360,7 @@ class Walk:
         """Follow the attributes and slots of an object, and its class."""
         yield from self._follow_attributes(number, value)
         kind: Any = type(value)
-        for slot in _slots_of(kind):
+        for slot in _descriptors_of(kind):
             content = Place(PlaceKind.SLOT, value, slot, None, number).read()
             yield PlaceKind.SLOT, value, slot, content
         yield from self._follow_class(number, kind)
@@ -470,10 +470,13 @@ class Walk:
 
 # A dictionary that user code may read, and others write.
 _VIEWS: Any = types.MappingProxyType, *map(type, ({}.keys(), {}.values(), {}.items()))
-_WEAK: Any = weakref.ref, *weakref.ProxyTypes  # they do not hold their objects
+_WEAK_REFERENCES: Any = (
+    weakref.ref,
+    *weakref.ProxyTypes,
+)  # they do not hold their objects
 # The first row that fits counts.
 _FOLLOWERS: tuple[tuple[Any, Callable[..., Iterable[Entry]]], ...] = (
-    ((*_WEAK, types.ModuleType), Walk._follow_nothing),
+    ((*_WEAK_REFERENCES, types.ModuleType), Walk._follow_nothing),
     (Tensor, Walk._follow_tensor),
     ((dict, list, deque, set), Walk._follow_container),
     (nn.Module, Walk._follow_module),
@@ -493,7 +496,7 @@ def _follower_of(kind: type) -> Callable[..., Iterable[Entry]]:
 
 
 @functools.lru_cache(maxsize=1024)  # objects of one class are many
-def _slots_of(kind: type) -> list[Any]:
+def _descriptors_of(kind: type) -> list[Any]:
     """The descriptors of slots in a class and its bases."""
     slots: list[Any] = []
     for base in kind.__mro__:

@@ -90,7 +90,7 @@ def whose(value: Any) -> Whose:
     rule = _rule_for(kind)
     if rule is not None:
         return rule.whose
-    if is_user_class(type(value)) or _is_record(value):
+    if is_user_class(type(value)) or _has_values_alone(value):
         return Whose.USER
     return Whose.LIBRARY
 
@@ -133,7 +133,7 @@ def _holds_a_thread(value: Any) -> bool:
     return any(isinstance(part, _THREADS) for part in parts)
 
 
-def _is_record(value: Any) -> bool:
+def _has_values_alone(value: Any) -> bool:
     """Whether all attributes of an object are values, as a library's meter has them.
 
     Such objects are made to be written, and lead to nothing of their library.

@@ -235,7 +235,7 @@ class Search:
             # With one sub-step less, memory ran out.
             too_large = self._plan_of(accum - 1)
             self._too_many_rows[self._key] = max(too_large.substep_rows)
-            name = name_of(self._function)
+            name = name_of_function(self._function)
             remembered = f"is kept for {name} without gradients, with {self._rows} rows"
         warn(
             f'accum="auto": {self._request.rows} rows with accum={earlier} ran out '
@@ -265,10 +265,10 @@ def identity_of(function: Any) -> Hashable:
     function = innermost(function)
     if isinstance(function, (types.FunctionType, types.MethodType)):
         return function.__code__
-    return name_of(function)
+    return name_of_function(function)
 
 
-def name_of(function: Any) -> str:
+def name_of_function(function: Any) -> str:
     """The function, as a warning names it."""
     if function is None:  # there is no criterion
         return "the module's own loss"

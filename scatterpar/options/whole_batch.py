@@ -166,7 +166,7 @@ class Passes:
             )
             # Leaves: the criterion's backward pass ends here, and the second pass
             # begins.
-            self.outputs.append(nested.map_tensors(_as_leaf, self._last))
+            self.outputs.append(nested.map_tensors(_as_leaf_with_gradient, self._last))
             if return_outputs:
                 self.returned.append(detached_output(self._last, return_outputs))
 
@@ -240,7 +240,7 @@ class Passes:
         self._without_gradient = unalias(self._without_gradient, beside=gradients)
 
 
-def _as_leaf(tensor: Tensor) -> Tensor:
+def _as_leaf_with_gradient(tensor: Tensor) -> Tensor:
     """The tensor without its graph; it gets a gradient if it had a graph."""
     return detached(tensor).requires_grad_(tensor.requires_grad)
 

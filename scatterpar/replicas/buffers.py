@@ -17,7 +17,7 @@ from scatterpar.replicas.shared_buffers import BufferDict, MemoryChanges, Memory
 # The module's dictionary of buffers, the buffer's name, and its value.
 BufferValue = tuple[BufferDict, str, "Tensor | None"]
 
-_kind_of = attrgetter("shape", "dtype", "layout")
+_kind_of_buffer = attrgetter("shape", "dtype", "layout")
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -118,7 +118,7 @@ class BufferWriter:
                 self._unchanged.append((target, value))
             elif (
                 target is None
-                or _kind_of(target) != _kind_of(value)
+                or _kind_of_buffer(target) != _kind_of_buffer(value)
                 or self._values.get(id(target), value) is not value
             ):
                 self._replacements.append((container, name, value.detach()))

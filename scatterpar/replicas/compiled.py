@@ -39,7 +39,7 @@ _CUDA_GRAPHS = (
     "CUDA graphs, which replicas in threads have not been tried with; use "
     'mode="default", mode="max-autotune-no-cudagraphs" or another backend'
 )
-_PATIENCE_SECONDS = 10.0  # wait for a replica that neither compiles nor ends
+_COMPILER_PATIENCE_SECONDS = 10.0  # wait for a replica that neither compiles nor ends
 
 
 class Compiler:
@@ -105,7 +105,7 @@ class Compiler:
 
     def _acquire(self, thread: int) -> None:
         while self._owner != thread:
-            if self._lock.acquire(timeout=_PATIENCE_SECONDS):
+            if self._lock.acquire(timeout=_COMPILER_PATIENCE_SECONDS):
                 self._owner = thread
             elif not is_compiling():
                 return  # without it, because its owner waits for this replica

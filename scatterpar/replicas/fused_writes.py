@@ -33,10 +33,10 @@ class CopiedParameters:
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.ids = frozenset(map(id, parameters))
         _watch_optimizers()
-        _copied.add(self)
+        _copied_parameters.add(self)
 
 
-_copied: weakref.WeakSet[CopiedParameters] = weakref.WeakSet()
+_copied_parameters: weakref.WeakSet[CopiedParameters] = weakref.WeakSet()
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def _watch_optimizers() -> RemovableHandle:
 
 
 def _count_writes(optimizer: Optimizer, *_: Any) -> None:
-    copied = list(_copied)
+    copied = list(_copied_parameters)
     # A sharded optimizer has sent the new values to all memories.
     if not copied or getattr(optimizer, "sends_new_values", False):
         return

@@ -29,7 +29,7 @@ from scatterpar.devices.copies import write
 from scatterpar.devices.streams import is_async
 
 LARGE_BYTES = 2**18  # smaller tensors are copied, or read, in less time than a kernel
-_WORDS = 1024  # in each part of a sample
+_SAMPLED_WORDS = 1024  # in each part of a sample
 _WORD_BYTES = 4
 
 
@@ -47,8 +47,8 @@ def sample(tensor: Tensor) -> Tensor:
     words = tensor.detach().as_strided((tensor.numel(),), (1,), 0)
     words = words.view(torch.uint8).view(torch.int32)
     # Every so many words: a write of a part in the middle is likely to be seen.
-    step = max(1, len(words) // _WORDS)
-    return torch.cat([words[:_WORDS], words[-_WORDS:], words[::step]])
+    step = max(1, len(words) // _SAMPLED_WORDS)
+    return torch.cat([words[:_SAMPLED_WORDS], words[-_SAMPLED_WORDS:], words[::step]])
 
 
 class Reading(enum.Enum):

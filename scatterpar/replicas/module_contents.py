@@ -36,9 +36,16 @@ from scatterpar.torch_private.compiler import (
     unwrapped,
 )
 
-_REGISTRIES = {dict, OrderedDict, set}  # of a module's parameters, hooks and the like
+_CLASSES_OF_REGISTRIES = {
+    dict,
+    OrderedDict,
+    set,
+}  # of a module's parameters, hooks and the like
 _GRAD_DTYPE = attrgetter("grad_dtype")
-_OF_DATA = PLAIN | {tuple, list}  # the classes of a long container's entries
+_CLASSES_IN_SHARED_DATA = PLAIN | {
+    tuple,
+    list,
+}  # the classes of a long container's entries
 
 
 class ModuleContents:
@@ -103,7 +110,7 @@ class ModuleContents:
         elif isinstance(value, nn.Module):
             self._visit_module(value)
         elif type(value) in MUTABLE_CONTAINERS:
-            if not is_data(value):
+            if not is_shared_data(value):
                 self._visit_container(value)
         elif is_state(value):
             self._visit_parts([value])
@@ -229,7 +236,7 @@ _known_data: dict[int, tuple[int, int, int]] = {}
 _MAX_KNOWN = 1000
 
 
-def is_data(container: Any) -> bool:
+def is_shared_data(container: Any) -> bool:
     """Whether a long container holds plain values, or tuples and the like of these.
 
     A vocabulary, or the files of a data set: replicas share it, so that no step copies
@@ -241,7 +248,7 @@ def is_data(container: Any) -> bool:
     first = last = next(iter(container))
     if not isinstance(container, set):
         last = next(reversed(container))
-    if not {type(first), type(last)} <= _OF_DATA:
+    if not {type(first), type(last)} <= _CLASSES_IN_SHARED_DATA:
         return False
     outline = len(container), id(first), id(last)
     if _known_data.get(id(container)) == outline:
@@ -252,7 +259,7 @@ def is_data(container: Any) -> bool:
     # In C: such a container may have millions of entries.
     kinds = set(map(type, entries))
     if not kinds <= PLAIN:
-        if not kinds <= _OF_DATA or isinstance(container, dict):
+        if not kinds <= _CLASSES_IN_SHARED_DATA or isinstance(container, dict):
             return False
         inner = chain.from_iterable(filter(_is_nested, container))
         if not set(map(type, inner)) <= PLAIN:
@@ -297,7 +304,7 @@ def _is_stateless(module: nn.Module) -> bool:
     for value in vars(module).values():
         if type(value) in PLAIN:
             continue
-        if type(value) not in _REGISTRIES:
+        if type(value) not in _CLASSES_OF_REGISTRIES:
             return False
         entries = value.values() if isinstance(value, dict) else value
         if not {None}.issuperset(entries):

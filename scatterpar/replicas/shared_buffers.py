@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.coalescing import is_unexpanded
-from scatterpar.devices.memory import empty
+from scatterpar.devices.memory import empty, storage_address
 from scatterpar.devices.virtual_devices import HOST
 
 BufferDict = MutableMapping[str, "Tensor | None"]
@@ -156,7 +156,7 @@ class _SharedMemory:
         self._by_address = defaultdict(list)
         for place, tensor in tensors:
             if tensor is not None and _has_memory(tensor):
-                self._by_address[_address(tensor)].append((place, tensor))
+                self._by_address[storage_address(tensor)].append((place, tensor))
 
     def partners(
         self, place: _RegisteredTensor, tensor: Tensor | None
@@ -166,7 +166,7 @@ class _SharedMemory:
             return []
         return [
             other_place
-            for other_place, other in self._by_address[_address(tensor)]
+            for other_place, other in self._by_address[storage_address(tensor)]
             if other_place is not place and _overlap(other, tensor)
         ]
 
@@ -178,12 +178,8 @@ def _has_memory(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.numel() > 0
 
 
-def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
+def _reading_of_bits(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.is_conj(), tensor.is_neg()
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _are_as_before(
@@ -215,7 +211,7 @@ def _relation(first: Tensor | None, second: Tensor | None) -> tuple[Any, ...]:
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:
     """Where the elements of a tensor are in its storage, and how they are read."""
     offset = tensor.storage_offset() * tensor.element_size()
-    return offset, tensor.shape, tensor.stride(), *_kind_of(tensor)
+    return offset, tensor.shape, tensor.stride(), *_reading_of_bits(tensor)
 
 
 def _owner(
@@ -250,7 +246,7 @@ def _overlap(first: Tensor, second: Tensor) -> bool:
     other_start, other_stop = _span(second)
     if stop <= other_start or other_stop <= start:
         return False
-    if _is_dense(first) and _is_dense(second):
+    if _fills_its_span(first) and _fills_its_span(second):
         return True
     marks = _marks(first, max(stop, other_stop))
     return bool((marks & _marks(second, len(marks))).any())
@@ -260,13 +256,13 @@ def _has_all_of(owner: Tensor | None, tensor: Tensor | None) -> bool:
     """Whether ``tensor`` can be a part of ``owner``, in the same storage."""
     if owner is None or tensor is None or owner is tensor:
         return owner is tensor
-    if _kind_of(owner) != _kind_of(tensor):
+    if _reading_of_bits(owner) != _reading_of_bits(tensor):
         return False
     start, stop = _span(owner)
     inner_start, inner_stop = _span(tensor)
     if inner_start < start or stop < inner_stop:
         return False
-    if _is_dense(owner):
+    if _fills_its_span(owner):
         return True
     return not bool((_marks(tensor, stop) & ~_marks(owner, stop)).any())
 
@@ -280,7 +276,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return start, start + (int(last) + 1) * size
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def _fills_its_span(tensor: Tensor) -> bool:
     """Whether a tensor has each byte of its span, once."""
     start, stop = _span(tensor)
     return is_unexpanded(tensor) and stop - start == tensor.nbytes

@@ -42,7 +42,7 @@ from scatterpar.threads.workers import Cancellation, Cancelled
 Direction = Literal["forward", "backward"]
 
 # The longest wait for another replica: a first forward pass may compile kernels.
-PATIENCE_SECONDS = 300.0
+MEETING_SECONDS = 300.0
 
 _INSTEAD = "use nn.BatchNorm2d, which normalises each micro-batch by itself"
 
@@ -208,11 +208,11 @@ class Meeting(Cancellation):
                     "nn.SyncBatchNorm layers, and its loss must depend on them; "
                     f"{_INSTEAD}"
                 )
-            if not self.changed.wait(PATIENCE_SECONDS):
+            if not self.changed.wait(MEETING_SECONDS):
                 raise TimeoutError(
-                    f"{missing} within {PATIENCE_SECONDS:g} s: it may wait for a lock "
-                    "that another replica holds, such as that of a function that is "
-                    f"the criterion; {_INSTEAD}"
+                    f"{missing} within {MEETING_SECONDS:g} s: it may wait for a "
+                    "lock that another replica holds, such as that of a function that "
+                    f"is the criterion; {_INSTEAD}"
                 )
         if exchange.result is None and self.is_set():
             raise Cancelled  # the last replica could not combine the contributions
@@ -446,7 +446,12 @@ class Normalise(torch.autograd.Function):
             correction += per_channel(of_shift, rows)
             of_rows -= correction
         nothing = [None] * 4
-        return of_rows, like(of_weight, weight), like(of_bias, bias), *nothing
+        return (
+            of_rows,
+            gradient_like(of_weight, weight),
+            gradient_like(of_bias, bias),
+            *nothing,
+        )
 
 
 def gradients_of_evaluation(
@@ -478,7 +483,7 @@ def cast(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if parameter is None else parameter.to(dtype)
 
 
-def like(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:
+def gradient_like(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:
     """The gradient in the parameter's dtype, if the layer has one."""
     return None if parameter is None else gradient.to(parameter.dtype)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scatterpar.splitting.gradients import listed, union
-from scatterpar.splitting.split_runs import described
+from scatterpar.splitting.split_runs import sizes_in_words
 from scatterpar.splitting.step_run import StepResult
 from scatterpar.splitting.trial import Comparison, Trial
 from scatterpar.tables import Printed
@@ -80,7 +80,7 @@ def report_of(trial: Trial, comparison: Comparison, cause: Cause) -> dict[str, A
     """The attributes of a ``SplitReport``."""
     return {
         "rows": len(trial.rows),
-        "sizes": described(trial.split()),
+        "sizes": sizes_in_words(trial.split()),
         "ranks": trial.ranks,
         "worst": comparison.worst,
         "limit": trial.limit,

@@ -154,7 +154,7 @@ def _rank(
     """Run the job of one rank, and write its result or failure to a file."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent kills its ranks
     _limit_time(seconds)
-    _set_environment(rank, size, port)
+    _set_launcher_variables(rank, size, port)
     torch.get_num_threads()  # or the first operator would set the number again
     torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
     answer: StepResult | _Failure
@@ -230,7 +230,7 @@ def _received(sent: RankJob | bytes) -> RankJob:
     return job
 
 
-def _set_environment(rank: int, size: int, port: int) -> None:
+def _set_launcher_variables(rank: int, size: int, port: int) -> None:
     """Set what a launcher sets."""
     os.environ |= {
         "RANK": f"{rank}",

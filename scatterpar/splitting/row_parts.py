@@ -18,7 +18,7 @@ Groups = Sequence[int]  # the numbers of rows of successive parts, or ranks
 
 _LEAST_SPREAD = 0.02  # of a count: an error of 2 % is far above the limit in float64
 _NUM_ORDERS = 1024  # a few milliseconds
-_ROUNDING = 1e-9  # of sums of counts in float64
+_ROUNDING_OF_COUNTS = 1e-9  # of sums of counts in float64
 
 
 def orders_of_rows(
@@ -61,7 +61,7 @@ def orders_of_rows(
     with_terms = _best(visible * are_filled, is_selective)
     if are_filled[with_terms].sum() > are_filled[numbers].sum():
         numbers.append(with_terms)
-    is_shown = (are_filled & (spreads >= _ROUNDING))[numbers].any(0)
+    is_shown = (are_filled & (spreads >= _ROUNDING_OF_COUNTS))[numbers].any(0)
     selected: list[Part] = orders[numbers].tolist()
     return selected, list(compress(candidates, ~is_shown))
 
@@ -87,7 +87,7 @@ def _best(spreads: Tensor, is_selective: Tensor) -> int:
     smallest = spreads.amin(1)
     if is_selective.any():
         smallest = smallest + spreads[:, is_selective].amin(1)
-    return int((smallest >= smallest.max() - _ROUNDING).nonzero()[0])
+    return int((smallest >= smallest.max() - _ROUNDING_OF_COUNTS).nonzero()[0])
 
 
 def _order_by_labels(
@@ -138,12 +138,12 @@ def _relative_spread(numbers: Tensor) -> Tensor:
     return spread / numbers.abs().mean(0).clamp_min(math.ulp(1.0))
 
 
-def cut(rows: Sequence[int], count: int, *, equal: bool) -> list[Part]:
+def cut_into_parts(rows: Sequence[int], count: int, *, equal: bool) -> list[Part]:
     """Cut rows into ``count`` parts, none of them empty.
 
     Unless they are equal, sizes fall from the first to the last:
 
-    >>> [len(part) for part in cut(range(16), 4, equal=False)]
+    >>> [len(part) for part in cut_into_parts(range(16), 4, equal=False)]
     [6, 5, 3, 2]
 
     Raises ``ValueError`` if equal parts would leave rows over.

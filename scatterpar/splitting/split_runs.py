@@ -134,7 +134,7 @@ class SplitRuns:
                         self._attributes = dict(vars(self._arguments.step))
         except Exception as error:
             # The user has not cut the batch: the sizes say in which split it failed.
-            error.add_note(f"splitcheck called step with {described(split)} rows")
+            error.add_note(f"splitcheck called step with {sizes_in_words(split)} rows")
             raise
         self.align(results)
         return results
@@ -147,7 +147,7 @@ class SplitRuns:
         return batch
 
 
-def described(split: Split) -> str:
+def sizes_in_words(split: Split) -> str:
     """The sizes of parts, such as ``6 + 4 | 6 + 4`` for two ranks."""
     shares = []
     for share in split:

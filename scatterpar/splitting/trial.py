@@ -112,8 +112,11 @@ class Trial:
         self, rows: Sequence[int], ranks: int, parts: int, equal: bool | None
     ) -> Split:
         """Rows in parts: equally many for ranks, unless ``equal`` says otherwise."""
-        shares = row_parts.cut(rows, ranks, equal=equal is not False)
-        return [row_parts.cut(share, parts, equal=equal is True) for share in shares]
+        shares = row_parts.cut_into_parts(rows, ranks, equal=equal is not False)
+        return [
+            row_parts.cut_into_parts(share, parts, equal=equal is True)
+            for share in shares
+        ]
 
     def differing(self, actual: Gradients, expected: Gradients) -> list[str]:
         """The names of the parameters that differ by more than rounding."""

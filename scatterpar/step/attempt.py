@@ -22,7 +22,7 @@ from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Workers
 from scatterpar.torch_private.thread_modes import profiler_is_on
 
-_NO_BLOCK = contextlib.nullcontext()
+NO_BLOCK = contextlib.nullcontext()  # where nobody profiles
 
 
 def profiler_block(
@@ -110,7 +110,7 @@ class Attempt:
 
     def span(self, name: str) -> contextlib.AbstractContextManager[object]:
         """In a profiler the body, in the caller's thread, is a part of the step."""
-        return profiler_block(name) if self.is_profiled else _NO_BLOCK
+        return profiler_block(name) if self.is_profiled else NO_BLOCK
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -31,12 +31,12 @@ def roots_of_batches(batches: Iterable[Batch]) -> list[Any]:
                 roots.append(atom.collate)
                 # Entries of rows are data.
                 atoms = [] if atom.num_rows is not None else atom.atoms()
-            objects += [value for value in atoms if not _is_data(value)]
+            objects += [value for value in atoms if not _needs_no_walk(value)]
     # No roots themselves: of these, attributes of a library's objects are followed.
     return [*roots, objects]
 
 
-def _is_data(value: Any) -> bool:
+def _needs_no_walk(value: Any) -> bool:
     return isinstance(value, (Tensor, Marker, *nested.WITHOUT_PARTS))
 
 

@@ -183,7 +183,7 @@ def _numbers(counts: Sequence[Any]) -> list[float]:
     numbers: list[float] = []
     for count in counts:
         number = next(on_host) if _is_scalar(count) else count
-        numbers.append(_checked(count, number))
+        numbers.append(_number_of_terms(count, number))
     return numbers
 
 
@@ -191,7 +191,7 @@ def _is_scalar(count: Any) -> bool:
     return isinstance(count, Tensor) and not count.ndim
 
 
-def _checked(count: Any, number: Any) -> float:
+def _number_of_terms(count: Any, number: Any) -> float:
     """The ``number`` that a result of ``count=`` is, as a float."""
     try:
         # A tensor that was not read has rows.

@@ -30,7 +30,7 @@ from scatterpar.devices.pieces import (
     MESSAGES_IN_BUFFERS,
     Piece,
     buffer_bytes,
-    cut,
+    cut_into_pieces,
     flat_view,
     needs_pieces,
 )
@@ -58,7 +58,7 @@ def add_by_owners(
         sum(tensor.nbytes for tensor in flat[0].values()), len(devices)
     ):
         return {}
-    _add(flat, devices, transfers)
+    _add_pieces(flat, devices, transfers)
     sums = {index: gradients[0][index] for index in flat[0]}
     for of_device in gradients:
         for index in sums:
@@ -99,7 +99,7 @@ def _is_alike(gradient: Tensor | None, first: Tensor) -> bool:
     )
 
 
-def _add(
+def _add_pieces(
     flat: Sequence[Mapping[int, Tensor]],
     devices: Sequence[torch.device],
     transfers: Transfers,
@@ -109,10 +109,10 @@ def _add(
     max_bytes = MESSAGES_IN_BUFFERS * coalescing.CHUNK_BYTES
     # The levels of the tree, and a piece that arrives.
     slots = (count - 1).bit_length() + 1
-    pieces = cut(flat[0], count, max_bytes // (slots + 1))
+    pieces = cut_into_pieces(flat[0], count, max_bytes // (slots + 1))
     if len(pieces) >= count:  # the sums of a group are sent beside the next one
         slots += 1
-        pieces = cut(flat[0], count, max_bytes // (slots + 1))
+        pieces = cut_into_pieces(flat[0], count, max_bytes // (slots + 1))
     lanes = Lanes(devices, transfers, "reduce")
     size = buffer_bytes(pieces)
     members: list[_Device] = []

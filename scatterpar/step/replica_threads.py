@@ -178,7 +178,7 @@ _MORE_ROWS = (
     "use a larger batch, drop_last=True of the loader if it is a small last one, or "
     "fewer devices"
 )
-_NO_GRAPH = (
+_LOSS_WITHOUT_GRAPH = (
     "the loss of these rows has no graph: .detach(), .item() or torch.no_grad() has "
     "cut it off from the module; or these rows have no terms: return a zero with a "
     "graph, such as (output * 0).sum(), or pass count=, its number of terms"
@@ -233,7 +233,7 @@ class ReplicaNote(contextlib.AbstractContextManager["ReplicaNote"]):
                 error, _ONE_ROW + (_MORE_ROWS if has_one_substep else _FEWER_SUBSTEPS)
             )
         if isinstance(error, RuntimeError) and _says(error, "not require grad and"):
-            add_note(error, _NO_GRAPH)
+            add_note(error, _LOSS_WITHOUT_GRAPH)
         if isinstance(error, RuntimeError) and _says(error, "modified by an inplace"):
             add_note(error, _WRITTEN)
         if isinstance(error, KeyError) and _is_about_a_replica(error):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker
+from scatterpar.devices.memory import storage_address
 from scatterpar.devices.written_tensors import WrittenTensors
 from scatterpar.errors import Told, warn
 from scatterpar.torch_private.autograd import saved_tensors
@@ -100,7 +101,7 @@ class RowWrites:
             # Asked once: the graph is large.
             if (writer, name) not in self._known.read:
                 memory = memory or _memory_read_by(result)
-                if any(_address(tensor) not in memory for tensor in of_entry):
+                if any(storage_address(tensor) not in memory for tensor in of_entry):
                     self._lost.add((writer, name))
                     continue
             self._read.add((writer, name))
@@ -136,7 +137,7 @@ def _memory_read_by(result: Any) -> set[int]:
 
     Autograd refuses to use a tensor that was written after it was saved.
     """
-    return set(map(_address, saved_tensors(nested.tensors(result))))
+    return set(map(storage_address, saved_tensors(nested.tensors(result))))
 
 
 def _passed_tensors(value: Any) -> list[Tensor]:
@@ -146,10 +147,6 @@ def _passed_tensors(value: Any) -> list[Tensor]:
         inner = atom.atoms() if isinstance(atom, Marker) else [atom]
         tensors += [leaf for leaf in inner if isinstance(leaf, Tensor)]
     return tensors
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _entries(part: str, value: Any) -> list[tuple[str, Any]]:

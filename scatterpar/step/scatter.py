@@ -25,7 +25,9 @@ from scatterpar.devices.coalescing import iter_copies
 from scatterpar.devices.transfers import Prefetcher, Transfers
 from scatterpar.plan import Plan, Share
 
-_SMALL = 2**16  # bytes; for larger tensors a separate copy costs less than packing
+_MAX_PACKED_BYTES = (
+    2**16
+)  # bytes; for larger tensors a separate copy costs less than packing
 
 
 def micro_batches(batches: Sequence[Batch], plan: Plan) -> Iterator[tuple[Any, Any]]:
@@ -205,4 +207,4 @@ def _is_small(tensor: Tensor) -> bool:
         return False
     # Packing a GPU's tensors would queue work there for which the copying stream does
     # not wait.
-    return tensor.device.type == "cpu" and tensor.nbytes <= _SMALL
+    return tensor.device.type == "cpu" and tensor.nbytes <= _MAX_PACKED_BYTES

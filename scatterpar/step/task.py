@@ -19,7 +19,7 @@ from scatterpar.objects.whose import is_loss_of_torch
 from scatterpar.plan import Share
 from scatterpar.replicas.calls_in_backward import backward_of
 from scatterpar.replicas.replicas import Replica
-from scatterpar.step.attempt import Attempt, profiler_block
+from scatterpar.step.attempt import NO_BLOCK, Attempt, profiler_block
 from scatterpar.step.misfits import misfit_of_dataclass, misfit_of_inputs
 from scatterpar.step.replica_threads import Context, ReplicaThreads
 from scatterpar.step.row_writes import RowWrites
@@ -28,8 +28,6 @@ from scatterpar.step.turns import Scope
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.generators import Generators, generator_for_backward
 from scatterpar.torch_private.autograd import backward
-
-_NO_BLOCK = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class ReplicaTask:
 
     def span(self, name: str, sub_step: int) -> Context:
         """In a profiler the body is a part of a sub-step."""
-        return profiler_block(name, sub_step) if self.is_profiled else _NO_BLOCK
+        return profiler_block(name, sub_step) if self.is_profiled else NO_BLOCK
 
     def turn(self, scope: Scope, sub_step: int) -> Context:
         """In the body, which is this part of a sub-step, it is the replica's turn."""

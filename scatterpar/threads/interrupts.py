@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Self
 
-_NAMES = (
+_SIGNALS = (
     "SIGINT",
     "SIGBREAK",
     "SIGTERM",
@@ -22,7 +22,7 @@ _NAMES = (
     "SIGUSR2",
 )
 # Which of them there are depends on the system.
-_INTERRUPTS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
+_INTERRUPTS = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
 
 
 class Interrupts:

@@ -84,7 +84,7 @@ def _set_environment(entries: dict[Any, Any]) -> None:
 
 _cuda = torch.backends.cuda
 # How torch computes: a captured graph keeps what held when it was captured.
-_OF_TORCH: tuple[Setting, ...] = (
+_SETTINGS_OF_TORCH: tuple[Setting, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_anomaly_enabled, _set_anomaly_mode),
     (torch.is_anomaly_check_nan_enabled, _set_anomaly_check),
@@ -99,8 +99,8 @@ _OF_TORCH: tuple[Setting, ...] = (
     ),
     *SETTINGS,
 )
-_SETTINGS: tuple[Setting, ...] = (
-    *_OF_TORCH,
+_ALL_SETTINGS: tuple[Setting, ...] = (
+    *_SETTINGS_OF_TORCH,
     _attribute(Distribution, "_validate_args"),
     (gc.isenabled, _set_collecting),
     (gc.get_threshold, _set_gc_thresholds),
@@ -119,8 +119,8 @@ _SETTINGS: tuple[Setting, ...] = (
 
 
 # Alone, so that a job reads all of them without a Python call of ours for each.
-_READERS = tuple(read for read, _ in _SETTINGS)
-_READERS_OF_TORCH = _READERS[: len(_OF_TORCH)]
+_READERS = tuple(read for read, _ in _ALL_SETTINGS)
+_READERS_OF_TORCH = _READERS[: len(_SETTINGS_OF_TORCH)]
 
 # The values of settings, and the entries of ``warnings.filters``, which is one of them.
 SettingValues = tuple[list[Any], list[Any]]
@@ -189,7 +189,7 @@ def restore_settings(values: SettingValues) -> None:
     # Nearly always nothing has changed.
     if _read_all(_READERS) == earlier and warnings.filters == filters:
         return
-    _write_all(_SETTINGS, earlier)
+    _write_all(_ALL_SETTINGS, earlier)
     warnings.filters[:] = filters  # type: ignore[index]
     with warnings.catch_warnings():
         pass  # it tells the registries of modules that filters have changed

@@ -201,11 +201,11 @@ class Job:
                     continue
                 if isinstance(error, Cancelled) or error is first:
                     continue
-                description = _described(error)
+                description = _repr_of_error(error)
                 if first is None:
                     first = error
                 # Several replicas often fail in the same way.
-                elif description != _described(first):
+                elif description != _repr_of_error(first):
                     add_note(first, f"replica {number} failed too: {description}")
         return first
 
@@ -502,7 +502,7 @@ def _line_of_user(frame: FrameType) -> str:
     return f"{line.filename}:{line.lineno} {line.name}"
 
 
-def _described(error: BaseException) -> str:
+def _repr_of_error(error: BaseException) -> str:
     try:
         return repr(error)
     except Exception:  # a user's own __repr__

@@ -27,7 +27,7 @@ def find(module: str, path: str) -> Any:
     raise Missing(f"{module}.{path}")
 
 
-_NAMES = """
+_REQUIRED = """
     _foreach_add_ _foreach_copy_ _foreach_mul _foreach_mul_ _foreach_sub _foreach_zero_
     Tensor._version Tensor._use_count
     nn.utils.parametrize._cache nn.utils.parametrize._maybe_set
@@ -42,5 +42,5 @@ _NAMES = """
     _C._IncludeDispatchKeyGuard _C._ExcludeDispatchKeyGuard _C._ForceDispatchKeyGuard
     _C._dispatch_tls_local_include_set _C._dispatch_tls_local_exclude_set
 """
-for _name in _NAMES.split():
+for _name in _REQUIRED.split():
     find("torch", _name)

@@ -21,11 +21,11 @@ id_of_generator: Callable[[torch.Generator], int] = attrgetter("_cdata")
 # would do the same, but costs some microseconds for every operator. The key costs
 # nothing for operators that draw no random numbers.
 RANDOM_KEY = "TESTING_ONLY_GenericMode"
-_KEY: Any = None
+_DISPATCH_KEY: Any = None
 with contextlib.suppress(RuntimeError):
-    _KEY = torch._C._dispatch_key_parse(RANDOM_KEY)
+    _DISPATCH_KEY = torch._C._dispatch_key_parse(RANDOM_KEY)
 # If this version of torch has no such key, ``Generators`` does without.
-HAS_RANDOM_KEY = _KEY is not None
+HAS_RANDOM_KEY = _DISPATCH_KEY is not None
 
 _Switch = Callable[[], contextlib.AbstractContextManager[Any]]
 # In the body, random operators of this thread are sent to the registered kernels.
@@ -33,9 +33,9 @@ random_key_on: _Switch = contextlib.nullcontext
 # In the body, the key is off in this thread: for the call inside a registered kernel.
 random_key_off: _Switch = contextlib.nullcontext
 if HAS_RANDOM_KEY:
-    random_key_on = partial(torch._C._IncludeDispatchKeyGuard, _KEY)
+    random_key_on = partial(torch._C._IncludeDispatchKeyGuard, _DISPATCH_KEY)
     random_key_off = partial(
-        torch._C._ExcludeDispatchKeyGuard, torch._C.DispatchKeySet(_KEY)
+        torch._C._ExcludeDispatchKeyGuard, torch._C.DispatchKeySet(_DISPATCH_KEY)
     )
 
 
@@ -46,10 +46,10 @@ def random_key_as_outside() -> contextlib.AbstractContextManager[Any]:
     A mode's body excludes all keys that come before modes.
     """
     included = torch._C._dispatch_tls_local_include_set()
-    if not HAS_RANDOM_KEY or not included.has(_KEY):
+    if not HAS_RANDOM_KEY or not included.has(_DISPATCH_KEY):
         return contextlib.nullcontext()
     excluded = torch._C._dispatch_tls_local_exclude_set()
-    return torch._C._ForceDispatchKeyGuard(included, excluded.remove(_KEY))
+    return torch._C._ForceDispatchKeyGuard(included, excluded.remove(_DISPATCH_KEY))
 
 
 # Control flow traces its branches in every call, forward and backward, and torch's
@@ -90,12 +90,12 @@ def register_random_kernels(
     operators.impl("_make_dual", make_dual, RANDOM_KEY)
     # The Python table of higher-order operators has no fallbacks. For those registered
     # later:
-    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_KEY)
+    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_DISPATCH_KEY)
     for name, operator in torch._ops._higher_order_ops.items():
         if name in _TRACING:
-            operator.py_impl(_KEY)(partial(_refuse, operator))
+            operator.py_impl(_DISPATCH_KEY)(partial(_refuse, operator))
         else:
-            operator.fallthrough(_KEY)
+            operator.fallthrough(_DISPATCH_KEY)
     return fallback, operators
 
 

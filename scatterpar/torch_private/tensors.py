@@ -13,7 +13,7 @@ from scatterpar.torch_private.entry_points import find
 _preserve_version_counters = find("torch.autograd", "_unsafe_preserve_version_counter")
 # Dense tensors as one 1-D tensor, and its parts with the shapes of given tensors. In
 # C++, for DDP.
-flatten: Callable[[Sequence[Tensor]], Tensor] = find(
+flatten_dense: Callable[[Sequence[Tensor]], Tensor] = find(
     "torch._utils", "_flatten_dense_tensors"
 )
 unflatten: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]]

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow  # the demo itself takes seconds
 @pytest.fixture(scope="module")
 def findings():
     with torch.random.fork_rng():
-        return demo.compare()
+        return demo.compare_three_ways()
 
 
 @pytest.mark.draws
@@ -55,7 +55,7 @@ def test_hand_loop_error_is_mean_of_means(
 
 
 def test_command_prints_the_page(capsys, findings, monkeypatch):
-    monkeypatch.setattr(demo, "compare", lambda: findings)
+    monkeypatch.setattr(demo, "compare_three_ways", lambda: findings)
     assert main(["demo"]) == 0
     page = capsys.readouterr().out
     assert f"off by {findings.by_hand:.0%}" in page

@@ -156,5 +156,5 @@ def test_parts_of_a_gpu_have_names(monkeypatch, visible, name):
     )
     monkeypatch.setattr(device_ids.torch, "get_device_module", lambda _: module)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert device_ids.identity_of(torch.device("cuda:0")) == name
-    assert device_ids.identity_of(HOST) is None
+    assert device_ids.identity_of_accelerator(torch.device("cuda:0")) == name
+    assert device_ids.identity_of_accelerator(HOST) is None

@@ -9,7 +9,7 @@ from torch import nn
 from scatterpar.devices.pieces import (
     BYTES_PER_DEVICE,
     Piece,
-    cut,
+    cut_into_pieces,
     flat_view,
     needs_pieces,
 )
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.core
 
 def parts_of(sizes, devices, max_bytes=2**26, dtype=torch.float32):
     flat = {key: torch.zeros(size, dtype=dtype) for key, size in sizes.items()}
-    return [list(piece.parts) for piece in cut(flat, devices, max_bytes)]
+    return [list(piece.parts) for piece in cut_into_pieces(flat, devices, max_bytes)]
 
 
 def test_large_tensors_are_cut_and_small_ones_packed():
@@ -53,7 +53,7 @@ def test_dtypes_are_apart():
         "b": torch.zeros(4, dtype=torch.complex64),
         "c": torch.zeros(5, dtype=torch.float64),
     }
-    pieces = cut(flat, 3, 2**26)
+    pieces = cut_into_pieces(flat, 3, 2**26)
     assert [piece.dtype for piece in pieces] == [torch.float64, torch.complex64]
     assert [piece.parts for piece in pieces] == [
         [("a", 0, 3), ("c", 0, 5)],

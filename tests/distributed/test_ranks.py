@@ -319,7 +319,7 @@ def construct_on(group, by_rank):
     """What an engine says whose ranks have these accelerators, played by the host's."""
     devices = ["cpu:0", "cpu:1"]
     names = dict(zip(map(torch.device, devices), by_rank[group.rank()], strict=True))
-    with mock.patch("scatterpar.distributed.ranks.identity_of", names.get):
+    with mock.patch("scatterpar.distributed.ranks.identity_of_accelerator", names.get):
         return failure(ScatterOnceParallel, linear(), 1, devices, process_group=group)
 
 

@@ -393,7 +393,7 @@ def test_weights_in_one_memory_share_a_copy():
 
 
 def test_large_models_are_not_widened(monkeypatch):
-    monkeypatch.setattr(wider_precision, "MAX_BYTES", 2)
+    monkeypatch.setattr(wider_precision, "MAX_BYTES_IN_SINGLE", 2)
     seen = []
 
     def noted(output, labels):

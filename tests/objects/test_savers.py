@@ -300,7 +300,7 @@ def test_slots_are_set_back_without_users_code():
 
 
 def test_only_large_arrays_are_data(monkeypatch):
-    monkeypatch.setattr("scatterpar.objects.journal._MAX_BYTES", 4)
+    monkeypatch.setattr("scatterpar.objects.journal._MAX_SAVED_BYTES", 4)
     values = [np.zeros(2), bytearray(8), io.BytesIO(b"12345678")]
     journal = Journal(Walk([values]))
     assert [saved.value for saved in journal._values] == values[2:]

@@ -14,7 +14,7 @@ from harness.models import mlp
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.objects.walk import DEPTH, UNSET, PlaceKind, Walk
+from scatterpar.objects.walk import LONGEST_CHAIN, UNSET, PlaceKind, Walk
 
 TARGET = nn.Identity()
 
@@ -153,11 +153,11 @@ def test_each_value_once_in_cycles():
 
 def test_long_chain_ends_and_deep_network_does_not():
     chain = TARGET
-    for _ in range(DEPTH + 1):
+    for _ in range(LONGEST_CHAIN + 1):
         chain = [chain]
     assert not Walk([chain]).modules
     net = TARGET
-    for _ in range(DEPTH + 1):
+    for _ in range(LONGEST_CHAIN + 1):
         net = nn.Sequential(net)
     assert TARGET in Walk([net]).modules
 

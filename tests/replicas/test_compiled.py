@@ -218,7 +218,7 @@ def test_compiled_criterion_is_exact(graphs):
 
 def test_replicas_that_meet_do_not_deadlock(graphs, monkeypatch):
     """The one that compiles must not wait for ever for one that waits for the lock."""
-    monkeypatch.setattr("scatterpar.replicas.compiled._PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("scatterpar.replicas.compiled._COMPILER_PATIENCE_SECONDS", 0.1)
     barrier = threading.Barrier(2)
 
     def waits(_, outputs, targets):

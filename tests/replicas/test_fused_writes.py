@@ -84,16 +84,16 @@ def test_version_raised_if_it_was_written(kind):
 
 def test_hook_acts_only_while_copies_live():
     gc.collect()
-    earlier = len(fused_writes._copied)
+    earlier = len(fused_writes._copied_parameters)
     for device_ids, are_copied in ((["cpu"] * 2, False), (APART, True)):
         model = build(lambda: nn.Linear(3, 2)).float()
         engine = ScatterOnceParallel(model, 1, device_ids)
         engine.forward_backward(torch.ones(4, 3), None, lambda output, _: output.mean())
-        assert (len(fused_writes._copied) > earlier) == are_copied
+        assert (len(fused_writes._copied_parameters) > earlier) == are_copied
         engine.close()
         del engine
         gc.collect()
-        assert len(fused_writes._copied) == earlier
+        assert len(fused_writes._copied_parameters) == earlier
         optimizer = optim.AdamW(model.parameters(), fused=True)
         version = model.weight._version
         optimizer.step()

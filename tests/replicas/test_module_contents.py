@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from scatterpar import ScatterOnceParallel
 from scatterpar.replicas.module_contents import (
     ModuleContents,
-    is_data,
+    is_shared_data,
     root_to_replicate,
 )
 from scatterpar.replicas.module_copy import ModuleCopy
@@ -108,7 +108,7 @@ def test_long_containers_of_plain_values_are_shared():
     found = list(map(id, contents.containers))
     for container in (module.words, module.numbers, module.files):
         assert id(container) not in found
-        assert is_data(container)
+        assert is_shared_data(container)
     assert id(module.layers) in found
     assert len(contents.modules) == LONG + 2
     replica = ModuleCopy(contents, list(contents.tensors.values())).copy_of(module)
@@ -127,7 +127,7 @@ def test_long_containers_of_plain_values_are_shared():
     ],
 )
 def test_what_may_hold_tensors_is_no_data(entries):
-    assert not is_data(entries)
+    assert not is_shared_data(entries)
 
 
 def test_change_of_a_long_container_reaches_next_step(devices):

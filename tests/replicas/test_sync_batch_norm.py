@@ -253,7 +253,7 @@ def test_replica_leaving_sub_step_is_named():
 
 
 def test_missing_replica_ends_the_wait(monkeypatch):
-    monkeypatch.setattr(sync_batch_norm, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(sync_batch_norm, "MEETING_SECONDS", 0.05)
     with pytest.raises(TimeoutError, match=r"replica 1 does not come.* within 0\.05 s"):
         meeting_of(1, 1).combine(0, 0, contribution(1.0))
 
@@ -548,7 +548,7 @@ def test_two_engines_on_accelerators_meet_in_turn(monkeypatch):
     ``TimeoutError`` that named a lock.
     """
     monkeypatch.setattr("scatterpar.step.replica_threads.is_async", lambda _: True)
-    monkeypatch.setattr("scatterpar.replicas.sync_batch_norm.PATIENCE_SECONDS", 20.0)
+    monkeypatch.setattr("scatterpar.replicas.sync_batch_norm.MEETING_SECONDS", 20.0)
     calls = []
 
     def stepping(name):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from scatterpar.causes.counts import NamedTensor, counts_of, named_tensors
-from scatterpar.splitting.row_parts import cut, orders_of_rows
+from scatterpar.splitting.row_parts import cut_into_parts, orders_of_rows
 
 LABELS = torch.tensor([[1, -100, -100], [1, 2, 3], [-100, 4, -100]])
 WEIGHTS = torch.tensor([0.5, 0.0, 0.9])
@@ -109,7 +109,7 @@ def test_terms_in_too_few_rows_are_hidden():
     ],
 )
 def test_sizes_fall_unless_equal(rows, count, equal, sizes):
-    found = cut(range(rows), count, equal=equal)
+    found = cut_into_parts(range(rows), count, equal=equal)
     assert [len(part) for part in found] == sizes
     assert [row for part in found for row in part] == list(range(rows))
 
@@ -118,7 +118,7 @@ def test_sizes_fall_unless_equal(rows, count, equal, sizes):
 @pytest.mark.parametrize("equal", [True, False])
 def test_parts_cut_in_order_none_empty(parts, equal):
     rows = list(range(parts * 3))
-    cuts = cut(rows, parts, equal=equal)
+    cuts = cut_into_parts(rows, parts, equal=equal)
     assert [row for part in cuts for row in part] == rows
     sizes = [len(part) for part in cuts]
     assert sizes == sorted(sizes, reverse=True)
@@ -128,4 +128,4 @@ def test_parts_cut_in_order_none_empty(parts, equal):
 
 def test_equal_parts_with_rest_refused():
     with pytest.raises(ValueError, match="7 rows cannot be cut into 2 equal parts"):
-        cut(range(7), 2, equal=True)
+        cut_into_parts(range(7), 2, equal=True)

@@ -152,8 +152,8 @@ class KnownTrial:
         self.arguments = SimpleNamespace(loss=None, returns_values=False)
 
     def cut(self, rows, ranks, parts, equal):
-        shares = row_parts.cut(rows, ranks, equal=equal)
-        return [row_parts.cut(share, parts, equal=equal) for share in shares]
+        shares = row_parts.cut_into_parts(rows, ranks, equal=equal)
+        return [row_parts.cut_into_parts(share, parts, equal=equal) for share in shares]
 
     def differing(self, actual, expected):
         return [

@@ -8,7 +8,7 @@ from splitting.loop_models import Net, images, new
 from torch import nn
 
 from scatterpar.splitting.split_arguments import SplitArguments
-from scatterpar.splitting.split_runs import SplitRuns, described
+from scatterpar.splitting.split_runs import SplitRuns, sizes_in_words
 
 ROWS = list(range(8))
 
@@ -93,4 +93,4 @@ def test_step_of_one_batch_is_told_apart(step):
 
 
 def test_sizes_of_ranks_are_described():
-    assert described([[[0, 1, 2], [3]], [[4, 5]]]) == "3 + 1 | 2"
+    assert sizes_in_words([[[0, 1, 2], [3]], [[4, 5]]]) == "3 + 1 | 2"

@@ -298,7 +298,7 @@ def test_memory_of_two_models_and_two_chunks(late, monkeypatch, devices, large):
     monkeypatch.setattr(coalescing, "CHUNK_BYTES", chunk)
     # The smaller one lets each device add a part of the gradients.
     monkeypatch.setattr(pieces, "BYTES_PER_DEVICE", large)
-    monkeypatch.setattr(fingerprints, "_WORDS", chunk // 40)
+    monkeypatch.setattr(fingerprints, "WORDS_AT_A_TIME", chunk // 40)
     with seeded():
         model, rows = of_bare_weights(), torch.randn(4 * devices, 32)
     gc.collect()  # what other tests have left
@@ -529,7 +529,7 @@ def test_rows_arrive_while_gpus_compute(place, monkeypatch):
     """One after the other they took the sum of both, and from the host so much for each
     card.
     """
-    monkeypatch.setattr(fingerprints, "_WORDS", 1024)
+    monkeypatch.setattr(fingerprints, "WORDS_AT_A_TIME", 1024)
     model, inputs, targets, _ = wide_problem()
     size, speed = inputs.nbytes // 2, 1e9
     inputs, targets = moved(place, inputs, targets)

@@ -220,6 +220,7 @@ SHARED_NAMES = {
     "mean_of_means_in_a_term",
     "once_per_part",
     "other_weights",
+    "state_between_parts",
 }
 # Names that have several meanings, and are to be changed: none may come.
 NAMES_OF_SEVERAL = {

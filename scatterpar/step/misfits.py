@@ -172,7 +172,10 @@ def _explain_whole_batch(error: BaseException, request: Request) -> None:
     walk = Walk([request.criterion, request.count])
     names: dict[int, str] = {}  # by tensor; the first of several
     for place in walk.places:
-        if _has_rows(place.value, request) and id(place.value) not in walk.weights:
+        if (
+            _is_as_long_as_batch(place.value, request)
+            and id(place.value) not in walk.weights
+        ):
             names.setdefault(id(place.value), walk.name_of_place(place))
     if names:
         add_note(
@@ -184,7 +187,7 @@ def _explain_whole_batch(error: BaseException, request: Request) -> None:
         )
 
 
-def _has_rows(value: Any, request: Request) -> bool:
+def _is_as_long_as_batch(value: Any, request: Request) -> bool:
     if not isinstance(value, Tensor) or value.ndim <= request.dim:
         return False
     return value.shape[request.dim] == request.rows

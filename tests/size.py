@@ -2,6 +2,7 @@
 
     python -m tests.size            one line per package
     python -m tests.size REVISION   what has changed since: one line per file
+    python -m tests.size --write    the sizes in the table of docs/architecture.md
 
 Tokens are names, operators, numbers and strings, without annotations, imports,
 docstrings and comments: a thought has as many on one line as on five.
@@ -10,6 +11,7 @@ docstrings and comments: a thought has as many on one line as on five.
 import argparse
 import ast
 import io
+import re
 import subprocess
 import tokenize
 from collections import Counter
@@ -17,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "scatterpar"
+PAGE = ROOT / "docs" / "architecture.md"
 _COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 _STRING_STARTS = ("FSTRING_START", "TSTRING_START")
 _STRING_ENDS = ("FSTRING_END", "TSTRING_END")
@@ -120,14 +123,52 @@ def print_difference(before, now):
     print(f"{now.total() - before.total():+8,}  {before.total():,} to {now.total():,}")
 
 
+# A row of *Mechanisms*: the idea, its files, its size, what it is for.
+_ROW = re.compile(r"^(\| [^|]+ \| )(`[^|]+`)( \| )([\d,]+)( \|.*)$", re.MULTILINE)
+
+
+def mechanisms():
+    """The names of files and folders in each row of *Mechanisms*, and its size there."""
+    return [
+        (re.findall(r"`([\w/.]+)`", files), int(size.replace(",", "")))
+        for _, files, _, size, _ in _ROW.findall(PAGE.read_text("utf-8"))
+    ]
+
+
+def size_of_mechanism(names, sizes, all_names):
+    """The tokens of a row. A folder is all of its files that no row names."""
+    total = 0
+    for path, size in sizes.items():
+        name = path.removeprefix(f"{PACKAGE}/")
+        folder = name[: name.rfind("/") + 1]
+        total += size * (name in names or (folder in names and name not in all_names))
+    return total
+
+
+def page_with_sizes(sizes):
+    """The text of the page, with the sizes of its table as they are now."""
+    all_names = {name for names, _ in mechanisms() for name in names}
+
+    def with_size(row):
+        names = re.findall(r"`([\w/.]+)`", row[2])
+        hundreds = round(size_of_mechanism(names, sizes, all_names), -2)
+        return f"{row[1]}{row[2]}{row[3]}{max(100, hundreds):,}{row[5]}"
+
+    return _ROW.sub(with_size, PAGE.read_text("utf-8"))
+
+
 def main():
     """Parse the command line, and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("revision", nargs="?")
-    revision = parser.parse_args().revision
-    if revision is None:
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    revision = arguments.revision
+    if arguments.write:
+        PAGE.write_text(page_with_sizes(sizes_now()), "utf-8")
+    elif revision is None:
         print_packages(sizes_now())
     else:
         print_difference(sizes_at(revision), sizes_now())

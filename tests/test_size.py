@@ -1,5 +1,7 @@
 """The meter counts what code does, and nothing of how it is written."""
 
+import re
+
 import pytest
 
 from tests import size
@@ -38,3 +40,23 @@ def test_formatted_string_is_one_token():
     """Python 3.12 reads the parts of one: a bound that held on 3.11 failed on 3.13."""
     assert size.tokens_in("""f"{name!r} of {f'{count + 1}'}"\n""") == 1
     assert size.tokens_in("text = f'{name} {count:{width}d}' + other\n") == 5
+
+
+def test_sizes_of_mechanisms_are_about_right():
+    """They say what is large; a test that wants more is met by the letter."""
+    sizes = size.sizes_now()
+    rows = size.mechanisms()
+    assert len(rows) > 30
+    all_names = {name for names, _ in rows for name in names}
+    for names, told in rows:
+        now = size.size_of_mechanism(names, sizes, all_names)
+        is_close = abs(now - told) <= 300 + told // 4
+        assert is_close, f"{names}: {told} of {now}; run python -m tests.size --write"
+
+
+def test_page_of_sizes_changes_nothing_else():
+    page = size.PAGE.read_text("utf-8")
+    written = size.page_with_sizes(size.sizes_now())
+    assert re.sub(r"\| [\d,]+ \|", "", written) == size.re.sub(
+        r"\| [\d,]+ \|", "", page
+    )

@@ -17,7 +17,13 @@ a step of 16 sub-steps is ::
 
 If the tape is not the capture's, replays have computed something else than Python would
 now. The step is undone, computed without graphs, and captured again, a few times.
-Replicas share their Python, so one of them is enough; replicas take turns.
+
+Replicas share their Python, so each step proves one of them, in turn. All are proved in
+the first step after a capture, and in steps 1, 2, 4, 8, …, because Python may read
+values by device::
+
+    step with graphs    1            2    3    4    5    6    7    8    9    10
+    proves replica      1, captured  all  1    all  1    0    1    all  1    0
 
 Gradients of all graphs of a replica are added in static tensors, and copied at the end
 of the step. On the CPU a replay runs the operators of the tape again.
@@ -25,16 +31,17 @@ of the step. On the CPU a replay runs the operators of the tape again.
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import random
 import threading
 import time
 import types
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +54,7 @@ from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.devices.virtual_devices import HOST
 from scatterpar.errors import Told, warn
 from scatterpar.log import logger
+from scatterpar.look_steps import is_look_step
 from scatterpar.objects.journal import Journal
 from scatterpar.objects.walk import Walk
 from scatterpar.options.tape import RepeatableTape, Tape, difference
@@ -102,11 +110,27 @@ _REMEDIES = (
 
 _OUT_OF_MEMORY = "memory ran out with them"
 _LOGS = "has a criterion that returns numbers to log, which graphs do not keep"
+_WITHOUT_VALUE = object()  # in the place of a context variable without a value
 _COMPILED = "a compiled module runs either compiled or captured"
 
 
 class Outdated(Exception):
     """A captured sub-step is not what Python would compute now. Nobody else sees it."""
+
+
+class _HostState(NamedTuple):
+    """What user code may move on the host.
+
+    Attributes:
+        of_python: the state of Python's random generator.
+        of_torch: that of the replica's generator on the host, if the replica has drawn
+            from it and another generator is its device's.
+        context: the context variables.
+    """
+
+    of_python: Any
+    of_torch: Sequence[float] | None
+    context: contextvars.Context
 
 
 class _Refused(Exception):
@@ -128,6 +152,7 @@ class _Graph:
         tapes: of eager runs, all equal; of them, the capture keeps the last one.
         step: the step in which the last of ``tapes`` was made.
         last_use: the step that last had a sub-step of this shape.
+        proof: the step that last proved it; 0 before.
         reads_foreign_memory: whether it reads other memory than the replica's own.
         rows: the static inputs and targets.
         factor: the weight of the micro-batch's loss, times the scaler's factor.
@@ -143,11 +168,20 @@ class _Graph:
     tapes: list[Tape] = field(default_factory=list)
     step: int = 0
     last_use: int = 0
+    proof: int = 0
     reads_foreign_memory: bool = False
     rows: Any = None
     factor: Tensor | None = None
     output: Any = None
     replay: Callable[[], None] | None = None
+
+    def is_proved_alone(self, step: int) -> bool:
+        """Whether this step proves it, whichever other replica it proves."""
+        if self.replay is None:
+            return False
+        is_new = self.proof <= self.step
+        # Other memory than the replica's own may be of its device alone.
+        return is_look_step(step) or is_new or self.reads_foreign_memory
 
     def compute(self, task: ReplicaTask, number: int, tape: Tape) -> None:
         """Run the sub-step on the static tensors, on tape."""
@@ -448,21 +482,22 @@ class _StepPlan:
             for task in tasks
         }
         self._checked: dict[int, set[int]] = {number: set() for number in self._keys}
-        # Replicas take turns; of other shapes the first one that has them.
-        numbers = list(self._keys)
-        turn = step % len(numbers)
-        keys_of_others: set[Hashable] = set()
-        for replica in (*numbers[turn:], *numbers[:turn]):
-            last = {key: number for number, key in enumerate(self._keys[replica])}
-            last.pop(None, None)
-            for key, number in last.items():
-                graph = graphs[replica].by_shape.get(key)
-                # Other memory than the replica's own may be of this device alone.
-                is_own = graph is not None and graph.reads_foreign_memory
-                if key not in keys_of_others or is_own:
-                    self._checked[replica].add(number)
-            keys_of_others |= last.keys()
+        for key, last_sub_steps in self._last_sub_steps().items():
+            present = {
+                replica: graphs[replica].by_shape.get(key) for replica in last_sub_steps
+            }
+            for replica in _to_prove(present, step):
+                self._checked[replica].add(last_sub_steps[replica])
         self._leave_out_unreplayed()
+
+    def _last_sub_steps(self) -> dict[Hashable, dict[int, int]]:
+        """For each shape, by replica, the last sub-step that has it."""
+        last_sub_steps: dict[Hashable, dict[int, int]] = defaultdict(dict)
+        for replica, keys in self._keys.items():
+            for number, key in enumerate(keys):
+                if key is not None:
+                    last_sub_steps[key][replica] = number
+        return last_sub_steps
 
     def _leave_out_unreplayed(self) -> None:
         """Drop the keys of shapes that no other sub-step has: nothing is proved by
@@ -488,6 +523,27 @@ class _StepPlan:
         """One more sub-step is replayed."""
         with self._lock:
             self.replays += 1
+
+
+def _to_prove(graphs: Mapping[int, _Graph | None], step: int) -> list[int]:
+    """The replicas whose graphs of one shape are proved in a step with this number.
+
+    ``graphs`` are these graphs, by replica.
+    """
+    steps_of_proofs: dict[int, int] = {}
+    replicas: list[int] = []
+    for replica, graph in graphs.items():
+        steps_of_proofs[replica] = 0 if graph is None else graph.proof
+        if graph is not None and graph.is_proved_alone(step):
+            replicas.append(replica)
+    # The one whose last proof is the oldest; of several, replica t mod N in step t.
+    numbers = list(graphs)
+    first = step % len(numbers)
+    in_turn = [*numbers[first:], *numbers[:first]]
+    turn = min(in_turn, key=steps_of_proofs.__getitem__)
+    if turn not in replicas:
+        replicas.append(turn)
+    return replicas
 
 
 @dataclass(frozen=True)
@@ -629,8 +685,8 @@ class GraphedSubsteps(Substeps):
         tape, loss, output = self._taped(number, weight)
         if tape.obstacle:
             self._refuse(tape.obstacle)
-        elif self._host_state() != state:
-            self._refuse("or the criterion draws random numbers on the host")
+        elif words := self._moved_on_host(state):
+            self._refuse(f"or the criterion {words}")
         elif not all(replica.is_as_refreshed() for replica in self._task.replicas):
             self._refuse(
                 "keeps something on the module that is no buffer written in place"
@@ -688,26 +744,38 @@ class GraphedSubsteps(Substeps):
         state = self._host_state()
         tape, loss, output = self._taped(number, weight)
         where = difference(graph.tapes[-1], tape) or tape.obstacle
-        if not where and self._host_state() != state:
-            where = "it draws random numbers on the host"
+        if not where and (moved := self._moved_on_host(state)):
+            where = f"it {moved}"
         if where:
             raise Outdated(where)
+        graph.proof = self._plan.step.step
         return loss, output
 
     def _refuse(self, why: str) -> None:
         self._decision.refuse(f"{type(self._task.module).__name__} {why}")
 
-    def _host_state(self) -> tuple[Any, ...]:
-        """The state of the generators on the host from which this replica draws.
+    def _host_state(self) -> _HostState:
+        """What calls of this replica may move on the host, where no tape sees it.
 
         A replay runs no Python: it would repeat the numbers of the capture.
         """
-        if not streams.is_async(self._task.share.device):
-            return random.getstate(), None
-        generators = self._attempt.generators
-        of_torch = generators.state_after_draws(self._task.share.replica, HOST)
-        numbers = None if of_torch is None else to_numbers(of_torch)
-        return random.getstate(), numbers
+        numbers = None
+        if streams.is_async(self._task.share.device):
+            generators = self._attempt.generators
+            of_torch = generators.state_after_draws(self._task.share.replica, HOST)
+            numbers = None if of_torch is None else to_numbers(of_torch)
+        return _HostState(random.getstate(), numbers, contextvars.copy_context())
+
+    def _moved_on_host(self, before: _HostState) -> str:
+        """What calls have moved on the host since ``before``, in words."""
+        now = self._host_state()
+        if (before.of_python, before.of_torch) != (now.of_python, now.of_torch):
+            return "draws random numbers on the host"
+        for variable in {*before.context, *now.context}:
+            value = before.context.get(variable, _WITHOUT_VALUE)
+            if now.context.get(variable, _WITHOUT_VALUE) is not value:
+                return f"sets the context variable {variable.name!r}"
+        return ""
 
     # --- the capture ---
 
@@ -742,6 +810,7 @@ class GraphedSubsteps(Substeps):
             self._start_again(graph, where)
             return
         graph.tapes = [tape]
+        graph.step = self._plan.step.step
         logger.info(
             "%s captured a sub-step, its graph number %d",
             task.share.device,

@@ -4,8 +4,9 @@
 
     operator             arguments                            result
     aten.t               memory 140…, shape (3, 8)            1
-    aten.addmm           memory 141…, shape (3,); row 0; 1    2
-    aten._log_softmax    2; 1; False                          3
+    aten.addmm           memory 141…, shape (3,); row 0,      2
+                         shape (4, 8); 1, shape (8, 3)
+    aten._log_softmax    2, shape (4, 3); 1; False            3
     …                    and those of the backward pass
 
 Two runs with equal tapes launch the same kernels with the same arguments on the same
@@ -16,8 +17,9 @@ of Python's objects.
 Entries have operators, plain arguments, values that were read from tensors, and the
 content of host tensors that a device gets as arguments. Any other tensor is known by
 where it comes from: the operator that made it, its place among the rows, or its
-address. A tape keeps alive what it knows by its address, so that an equal address is
-the same memory.
+address. Views may begin at one address, so each tensor is also known by its layout:
+shape, strides, dtype, and whether it is a conjugate or negative view. A tape keeps
+alive what it knows by its address, so that an equal address is the same memory.
 
 Work that does not reach torch's dispatcher is on no tape.
 """
@@ -125,9 +127,11 @@ class Tape(OperatorMode):
         # Addresses on the host of what operators of the device have left there, such as
         # the seed of an attention's dropout: in a capture it is on the device.
         self._of_device: set[int] = set()
-        # What is known by its address or id.
+        # What is known by its address.
         self._memory: dict[int, Tensor] = {}
-        self._generators: list[torch.Generator] = []
+        # Results on the host, until the end. Otherwise NumPy could make an array at the
+        # address of a result that was freed.
+        self._host_results: list[Tensor] = []
         self._is_captured = is_captured
         # Of the generator that draws, after its last draw.
         self._state = None if is_captured else self._state_of_generator()
@@ -160,6 +164,7 @@ class Tape(OperatorMode):
         """After the run: see whether it has set a generator."""
         self._watch_generator()
         self._state = None
+        self._host_results.clear()
 
     def __torch_dispatch__(
         self,
@@ -200,16 +205,15 @@ class Tape(OperatorMode):
                         append(value.layout)
                         continue
                     if has_host and value.is_cpu:
-                        append(self._origin(value))
-                    elif address in origins:
+                        self._add_tensor(value)
+                        continue
+                    if address in origins:
                         append(origins[address])
                     else:
                         if address not in memory:
                             memory[address] = value.detach()
                         append(address)
-                        append(value.shape)
-                        append(value.stride())
-                        append(value.dtype)
+                    append(_view_key(value))
                 elif kind is None or value is None:
                     append(value)
                 elif class_of_value is float:
@@ -234,6 +238,8 @@ class Tape(OperatorMode):
             except RuntimeError:  # sparse
                 return result
             origins[address] = number
+            if has_host and result.is_cpu:
+                self._host_results.append(result)
             if self._of_device:
                 self._of_device.discard(address)
         elif result is not None:
@@ -257,7 +263,7 @@ class Tape(OperatorMode):
         for value in values:
             kind = type(value)
             if isinstance(value, Tensor):
-                append(self._origin(value))
+                self._add_tensor(value)
             elif kind is float:
                 append(value.hex())
             elif kind is list or kind is tuple:
@@ -269,25 +275,30 @@ class Tape(OperatorMode):
                 append(kind)  # 1 equals True
                 append(value)
 
-    def _origin(self, tensor: Tensor) -> Any:
-        """Where a tensor comes from."""
+    def _add_tensor(self, tensor: Tensor) -> None:
+        """Append where a tensor comes from, and its layout."""
+        append = self.entries.append
         try:
             address = tensor.data_ptr()
         except RuntimeError:  # sparse
-            return tensor.layout
+            append(tensor.layout)
+            return
         is_elsewhere = self._has_host and tensor.is_cpu
         # A kernel gets the value of a 0-dim tensor, whoever has computed it.
         if is_elsewhere and not tensor.dim() and address not in self._of_device:
-            return _content(tensor)
+            append(_content(tensor))
+            return
         origin = self._origins.get(address)
-        if origin is not None:
-            return origin
-        if address not in self._memory:
-            self._memory[address] = tensor.detach()
-        # A graph reads pinned memory again, and no other memory of the host.
-        if is_elsewhere and not tensor.is_pinned():
-            return _content(tensor)
-        return address, tensor.shape, tensor.stride(), tensor.dtype
+        if origin is None:
+            origin = address
+            if address not in self._memory:
+                self._memory[address] = tensor.detach()
+            # A graph reads pinned memory again, and no other memory of the host.
+            if is_elsewhere and not tensor.is_pinned():
+                append(_content(tensor))
+                return
+        append(origin)
+        append(_view_key(tensor))
 
     def _add_results(self, result: Any) -> None:
         """Number the tensors of a result; append other values."""
@@ -299,12 +310,14 @@ class Tape(OperatorMode):
                     self._origins[value.data_ptr()] = number
                 except RuntimeError:  # sparse
                     continue
-                is_on_host = is_on_host or value.is_cpu
+                if value.is_cpu:
+                    is_on_host = True
             elif isinstance(value, (tuple, list)):
                 self._add_results(value)
             elif value is not None:
                 self._add_values((value,))
         if is_on_host and self._has_host:
+            self._host_results += _tensors([result])
             self._note_device_results(result)
 
     # --- what a graph cannot repeat ---
@@ -355,8 +368,11 @@ class Tape(OperatorMode):
         # That of a replica is another object in each step.
         if _is_of_replica(generator):
             return _REPLICAS
-        self._generators.append(generator)  # or another one may get its id
-        return id_of_generator(generator)
+        self.obstacle = (
+            "draws from a torch.Generator of its own, which a replay neither seeds nor "
+            "restores"
+        )
+        return None
 
 
 class RepeatableTape(Tape):
@@ -397,8 +413,8 @@ class _RecordedCall:
         self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
         self._function = function
-        self._args = [_named_if_replicas(value) for value in args]
-        self._kwargs = {name: _named_if_replicas(kwargs[name]) for name in kwargs}
+        self._args = [_named_if_generator(value) for value in args]
+        self._kwargs = {name: _named_if_generator(kwargs[name]) for name in kwargs}
         sources = set(map(_storage, _tensors([*args, *kwargs.values()])))
         # ``None`` for a tensor that shares memory with an argument.
         self._targets: list[Tensor | None] = []
@@ -420,11 +436,9 @@ class _RecordedCall:
                 write(target, tensor)
 
 
-def _named_if_replicas(value: Any) -> Any:
+def _named_if_generator(value: Any) -> Any:
     """An argument to be kept: the replica has another generator in each step."""
-    if isinstance(value, torch.Generator) and _is_of_replica(value):
-        return _REPLICAS
-    return value
+    return _REPLICAS if isinstance(value, torch.Generator) else value
 
 
 def _present(value: Any) -> Any:
@@ -432,7 +446,11 @@ def _present(value: Any) -> Any:
 
 
 def _is_of_replica(generator: torch.Generator) -> bool:
-    of_replica = torch.default_generator, replica_generator()
+    """Whether a replica draws from this generator if it passes none."""
+    of_replica: list[torch.Generator] = [torch.default_generator, replica_generator()]
+    if generator.device.type != "cpu":
+        module = torch.get_device_module(generator.device)
+        of_replica += getattr(module, "default_generators", ())
     return id_of_generator(generator) in map(id_of_generator, of_replica)
 
 
@@ -494,11 +512,22 @@ def _described(function: Any) -> _Operator:
     )
 
 
-def _content(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+def _view_key(tensor: Tensor) -> tuple[Any, ...]:
+    """How a tensor reads the memory at its address."""
+    return (
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _content(tensor: Tensor) -> tuple[Any, ...]:
     """The content of a tensor in host memory."""
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     content = ctypes.string_at(dense.data_ptr(), dense.nbytes)
-    return tensor.dtype, tensor.shape, content
+    return (*_view_key(tensor), content)
 
 
 def difference(before: Tape, now: Tape) -> str:
@@ -538,8 +567,27 @@ def _shown(value: Any) -> str:
     """An entry, in words."""
     if isinstance(value, str) and value.lstrip("-").startswith("0x"):
         return str(float.fromhex(value))
-    if isinstance(value, tuple) and isinstance(value[-1], bytes):
-        return "another value"
+    if isinstance(value, tuple) and value:
+        if isinstance(value[-1], bytes):
+            return "another value"
+        if type(value[0]) is torch.Size:
+            return _shown_view(*value)
     if isinstance(value, tuple) or type(value) is int:
         return "another tensor or number"
     return str(value)
+
+
+def _shown_view(
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    is_conj: bool,
+    is_neg: bool,
+) -> str:
+    """A view, in words."""
+    words = f"{dtype} of shape {tuple(shape)} and strides {strides}"
+    if is_conj:
+        words += ", conjugate"
+    if is_neg:
+        words += ", negative"
+    return words

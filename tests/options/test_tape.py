@@ -374,6 +374,34 @@ def test_difference_in_words(first, second, words):
     assert not difference(before, tape_of(first, X.clone()))
 
 
+def both(first, second):
+    """Two functions of a tensor, which make both views and use one of them."""
+
+    def row_of(number):
+        return lambda x: (first(x), second(x))[number].select(0, 0)
+
+    return row_of(0), row_of(1)
+
+
+VIEWS = {
+    "strides (1, 2)": (lambda z: z[:], lambda z: z.t()),
+    "shape (1, 2)": (lambda z: z[:2], lambda z: z[:1]),
+    "conjugate": (lambda z: z[:], lambda z: z.conj()),
+    "negative": (lambda z: z[:], lambda z: z._neg_view()),
+}
+
+
+@pytest.mark.parametrize("words", VIEWS)
+def test_views_at_one_address_differ(words):
+    first, second = both(*VIEWS[words])
+    rows = torch.randn(2, 2, dtype=torch.complex64, generator=torch.Generator())
+    before = tape_of(first, rows)
+    new, _, old = difference(before, tape_of(second, rows)).partition(", and got ")
+    assert words in new
+    assert words not in old
+    assert not difference(before, tape_of(first, rows.clone()))
+
+
 def test_blocks_of_a_profiler_are_left_out():
     """``torch.profiler.record_function``, with another name in each sub-step."""
     tapes = [RepeatableTape(HOST), RepeatableTape(HOST)]

@@ -16,6 +16,7 @@ TESTS = [
         "test_draws.py",
         "test_harsh_accelerator.py",
         "../../options/test_cuda_graphs.py",
+        "../../exact/test_captured.py",
     )
 ]
 

@@ -40,7 +40,7 @@ NAMES = {
 RECIPES = {
     "256": "256, baseline",
     "4096, the rate of 256": "4096, rate as at 256",
-    "4096, rate scaled at once": "4096, rate scaled, no warm-up",
+    "4096, rate scaled, no warm-up": "4096, rate scaled, no warm-up",
     "4096, rate scaled, warm-up of 5 epochs": "4096, rate scaled, gradual warm-up",
     "4096, rate scaled, warm-up of 10 epochs": "4096, rate scaled, gradual warm-up, "
     "of 10 epochs",
@@ -185,7 +185,7 @@ _MEASURED: list[tuple[str, str, str, Callable[[Any], str]]] = [
     ),
     (
         "memory/look.json",
-        "the peak memory of a step with a look, float32",
+        "the peak memory of a step with a check, float32",
         "the same step without",
         _in_row(0, 2),
     ),

@@ -277,8 +277,7 @@ def _refuse_iteration_over_rows(value: Mapping[Any, Any]) -> None:
         remedy = "its .to_dict()" if hasattr(value, "to_dict") else "{key: value[key]}"
         raise TypeError(
             f"a {type(value).__name__} iterates over its rows, not over its keys, so "
-            "its parts cannot be told from its rows; use a dict in its place, such as "
-            f"{remedy}"
+            f"nothing separates its parts from its rows; use a dict instead: {remedy}"
         )
 
 

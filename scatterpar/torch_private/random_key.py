@@ -106,6 +106,6 @@ def _refuse(operator: Any, *args: Any, **kwargs: Any) -> Any:
             return operator(*args, **kwargs)
     raise RuntimeError(
         f"{operator.name()}: torch's control flow traces its branches in every call, "
-        "and torch cannot trace in several threads at once; use one replica, or "
-        "compute all branches and choose with torch.where"
+        "and torch cannot trace in several threads; use one replica, or compute all "
+        "branches and choose with torch.where"
     )

@@ -1,0 +1,63 @@
+"""The guide and the errors use the field's words; a word of our own is in the glossary."""
+
+from __future__ import annotations
+
+import re
+
+import errors
+import pytest
+from harness.pages import ROOT, read
+
+# What had to be read twice, and what to write.
+WORDS = {
+    r"\btold\b": "warns, warns once",
+    r"\b(is|are) refused\b": "raises ValueError",
+    r"\b(a|the|each|with) look\b|\blooks? off\b|\blooks at (steps|calls)\b": (
+        "the check before a step"
+    ),
+    r"\basked? again\b": "compares again",
+    r"\bat once\b": "in one piece",
+    r"\bcaptured sub-steps?\b": "CUDA graph",
+    r"\b(of yours|of the user's)\b": "your; a noun",
+    r"\bin words\b|\bwithout a word\b": "with a clear message; silently",
+    r"\bexactly and fast\b": "the figure",
+}
+# Pages that are rewritten next.
+LATER = {
+    "architecture",
+    "evaluation",
+    "fastai",
+    "found",
+    "lightning",
+    "other-loops",
+    "package",
+    "splitcheck",
+    "trainer",
+    "training-tool",
+}
+PAGES = sorted(page.stem for page in ROOT.glob("docs/*.md") if page.stem not in LATER)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_has_the_words_of_the_field(page):
+    text = re.sub(
+        r"```.*?```|`[^`]*`|\]\([^)]*\)", "", read(f"docs/{page}.md"), flags=re.DOTALL
+    )
+    found = [
+        f"{match[0]!r}: {instead}"
+        for pattern, instead in WORDS.items()
+        for match in re.finditer(pattern, text)
+    ]
+    assert not found
+
+
+def test_errors_have_the_words_of_the_field():
+    names = errors.ERRORS | {"warn", "add_note"}
+    found = [  # loops of libraries say what their calls of the check return
+        f"{place} {match[0]!r}: {instead}"
+        for place, text in errors.messages(names)
+        if not place.startswith("integrations/")
+        for pattern, instead in WORDS.items()
+        for match in re.finditer(pattern, text)
+    ]
+    assert not found, "\n".join(found)

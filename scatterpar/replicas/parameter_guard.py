@@ -45,6 +45,8 @@ class ParameterGuard:
     ) -> None:
         self._broadcast = broadcast
         self.checked_modes: set[Hashable] = set()
+        # The mode whose first pass is to come, once its values are remembered.
+        self._begun_mode: Hashable = None
         self._master, *_ = broadcast.memories
         self._values = {
             device: WrittenTensors(_parameters(broadcast, broadcast.at(device)), device)
@@ -68,6 +70,24 @@ class ParameterGuard:
         self.checked_modes.clear()
         self._broadcast.invalidate()
 
+    def remember_values(self, mode: Hashable) -> None:
+        """Remember the values before a look, if the first pass of a mode is to come.
+
+        A look calls the module before that pass. What it writes through ``.data`` would
+        be what the pass finds.
+        """
+        if mode not in self.checked_modes:
+            self._begin_values()
+            self._begun_mode = mode
+
+    def forget_values(self) -> None:
+        """The look has failed, so no pass follows."""
+        self._begun_mode = None
+
+    def _begin_values(self) -> None:
+        for of_memory in self._values.values():
+            of_memory.begin(compares_bits=True)
+
     @contextlib.contextmanager
     def read_only(
         self,
@@ -83,9 +103,10 @@ class ParameterGuard:
         after the first pass. Calls in turn may write what is ``handed_on``.
         """
         is_first = mode not in self.checked_modes
-        if is_first:  # to read all values is too much for each step
-            for of_memory in self._values.values():
-                of_memory.begin(compares_bits=True)
+        # To read all values is too much for each step.
+        if is_first and self._begun_mode != mode:
+            self._begin_values()
+        self._begun_mode = None
         self._copies.begin(compares_bits=False)
         try:
             yield

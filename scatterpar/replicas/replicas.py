@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import starmap
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -229,6 +229,18 @@ class Replicas:
         self.criteria = []
         for replica_set in self.replica_sets:
             replica_set.clear_gradients()
+
+    @contextlib.contextmanager
+    def values_remembered(self) -> Iterator[None]:
+        """In the body a look calls the module: remember the values of parameters."""
+        for replica_set in self.replica_sets:
+            replica_set.guard.remember_values(_mode_of(replica_set))
+        try:
+            yield
+        except BaseException:
+            for replica_set in self.replica_sets:
+                replica_set.guard.forget_values()
+            raise
 
 
 class ReplicaSet:
@@ -594,15 +606,19 @@ def parameter_writes_refused(
     """
     with contextlib.ExitStack() as stack:
         for replica_set in replica_sets:
-            # A forward pass may write parameters in some modes only.
-            mode = replica_set.flags, second_pass
-            guard = replica_set.guard
             stack.enter_context(
-                guard.read_only(
-                    mode, replica_set._refuse_created, replica_set.handed_on
+                replica_set.guard.read_only(
+                    _mode_of(replica_set, second_pass=second_pass),
+                    replica_set._refuse_created,
+                    replica_set.handed_on,
                 )
             )
         yield
+
+
+def _mode_of(replica_set: ReplicaSet, *, second_pass: bool = False) -> Hashable:
+    """The mode of a pass: a module may write parameters in some modes only."""
+    return replica_set.flags, second_pass
 
 
 class Replica(ModuleCopy):

@@ -137,9 +137,10 @@ class Verifier:
         Returns the first candidate that fits; the first one that may fit if looks are
         inconclusive.
         """
+        replicas = look_request.attempt.replicas
         try:
             # A look has other sizes than steps, for which no kernel is searched.
-            with SETTINGS_KEPT, no_kernel_search():
+            with SETTINGS_KEPT, no_kernel_search(), replicas.values_remembered():
                 return self._ask(look_request, kind)
         finally:
             # After a refusal the same rows again: fewer may not show it.

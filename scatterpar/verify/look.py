@@ -29,7 +29,7 @@ from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.devices.virtual_devices import physical
 from scatterpar.errors import defect
 from scatterpar.log import logger
-from scatterpar.numerics.comparison import Inconclusive, OnlyRounding
+from scatterpar.numerics.comparison import Inconclusive, OnlyRounding, SaysNothing
 from scatterpar.numerics.rounding import formats_inside_operators
 from scatterpar.numerics.wider_precision import Precision
 from scatterpar.objects.journal import Journal
@@ -69,7 +69,6 @@ from scatterpar.verify.verdicts import (
 PATIENCE_SECONDS = 40.0  # a look that takes longer is inconclusive
 # The workers' limit: the look itself ends in time, unless a call waits.
 _WORKERS_PATIENCE = 1.1
-_PATIENCE = 4  # with code that fails for a few rows
 _MAX_ROWS_OF_BATCH = 256
 _FEW_ROWS = 8  # whatever they are, calls read state or draw
 _OF_MISTAKES = (AttributeError, LookupError, NameError, TypeError, AssertionError)
@@ -183,26 +182,32 @@ def _first_answer(
 ) -> tuple[LookReport | Inconclusive, Parts]:
     """The first report, or the reason why there is none, and the parts of its rows.
 
+    Rows that say nothing, as rows without a term, are followed by others, too.
+
     Raises:
-        Inconclusive: user code fails for all rows that were tried.
+        Inconclusive: user code fails for all rows that were tried, or these say
+            nothing.
     """
     error: Exception | None = None
-    has_mistake = False
+    nothing_said: SaysNothing | None = None
     for replica_look in looks:
         with replica_look.runs.user_code.isolated():
             for parts in replica_look.trials():
                 try:
                     return replica_look.report_for(parts), parts
+                # Without their frames: one of these holds this look.
+                except SaysNothing as reason:
+                    nothing_said = nothing_said or reason.with_traceback(None)
                 except Inconclusive as reason:
-                    # Without its frames: one of them holds this look.
                     return reason.with_traceback(None), parts
                 # User code may need other rows, a dtype, or memory.
                 except Exception as failure:
                     if _is_mistake_in_verify(failure):
-                        has_mistake = True
                         defect(f"in a look: {failure!r}")
                     # Without its frames, which hold rows, outputs, and this object.
                     error = failure.with_traceback(None)
+            if nothing_said is not None:
+                raise nothing_said
             # All failed: these rows are other numbers than a micro-batch has.
             verdict = replica_look.verdict_of_broadcast()
             if verdict is not None:
@@ -210,10 +215,8 @@ def _first_answer(
     assert error is not None
     if is_out_of_memory(error):
         raise Inconclusive("memory ran out", patience=2)
-    # The step itself may not fail: what fails for several rows may broadcast to one.
-    is_told_at_once = has_mistake or looks[0].choice.has_single_rows
-    patience = 1 if is_told_at_once else _PATIENCE
-    raise Inconclusive(f"{type(error).__name__}: {error}", patience)
+    # The step itself may not fail, and be wrong.
+    raise Inconclusive(f"{type(error).__name__}: {error}", patience=1)
 
 
 def _is_mistake_in_verify(error: Exception) -> bool:
@@ -455,12 +458,13 @@ class ReplicaLook:
 def _require_gradients(expected: Result, run: RunResult) -> None:
     """Raise ``Inconclusive`` if a result cannot be compared, or says nothing."""
     if not expected.is_finite:
-        raise Inconclusive("a gradient is NaN or infinite")
+        # A step whose other rows have terms is finite, and may be wrong.
+        raise SaysNothing("a gradient is NaN or infinite", patience=1)
     has_gradient = run.num_with_gradient or expected.has_gradient
     # Without gradients, as of reentrant checkpoints, losses are compared alone.
     is_loss_zero = not (expected.gradients or expected.loss or run.result.loss)
     if is_loss_zero or (expected.gradients and not has_gradient):
-        raise Inconclusive("all gradients are zero")
+        raise SaysNothing("all gradients are zero")
 
 
 def _verdict_of(results: LookResults, run: RunResult) -> Verdict:

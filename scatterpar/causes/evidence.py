@@ -93,7 +93,8 @@ class Growth(NamedTuple):
         """Whether a term that counts in each part or rank explains it."""
         # Without growth any difference would fit.
         is_flat = math.isclose(self.expected, 1, abs_tol=_SAME_GROWTH)
-        is_expected = math.isclose(self.factor, self.expected, rel_tol=_ROUGHLY)
+        is_near = math.isclose(self.factor, self.expected, rel_tol=_ROUGHLY)
+        is_expected = is_near and math.isfinite(self.factor)
         # The same direction, because any difference may grow as fast by chance.
         return is_expected and not is_flat and self.cosine >= _ALIKE
 

@@ -182,14 +182,10 @@ def _first_answer(
 ) -> tuple[LookReport | Inconclusive, Parts]:
     """The first report, or the reason why there is none, and the parts of its rows.
 
-    Rows that say nothing, as rows without a term, are followed by others, too.
-
     Raises:
-        Inconclusive: user code fails for all rows that were tried, or these say
-            nothing.
+        Inconclusive: user code fails for all rows that were tried.
     """
     error: Exception | None = None
-    nothing_said: SaysNothing | None = None
     for replica_look in looks:
         with replica_look.runs.user_code.isolated():
             for parts in replica_look.trials():
@@ -197,7 +193,7 @@ def _first_answer(
                     return replica_look.report_for(parts), parts
                 # Without their frames: one of these holds this look.
                 except SaysNothing as reason:
-                    nothing_said = nothing_said or reason.with_traceback(None)
+                    return replica_look.answer_of_step(reason.with_traceback(None))
                 except Inconclusive as reason:
                     return reason.with_traceback(None), parts
                 # User code may need other rows, a dtype, or memory.
@@ -206,8 +202,6 @@ def _first_answer(
                         defect(f"in a look: {failure!r}")
                     # Without its frames, which hold rows, outputs, and this object.
                     error = failure.with_traceback(None)
-            if nothing_said is not None:
-                raise nothing_said
             # All failed: these rows are other numbers than a micro-batch has.
             verdict = replica_look.verdict_of_broadcast()
             if verdict is not None:
@@ -339,6 +333,24 @@ class ReplicaLook:
         scope = self._scope(in_parts)
         effects = CallEffects(moved, is_seeded, lost, thread_locals, scope)
         return LookReport(verdict, effects, chosen, results.difference, tolerance)
+
+    def answer_of_step(
+        self, reason: SaysNothing
+    ) -> tuple[LookReport | Inconclusive, Parts]:
+        """The report on all rows of a small batch, after chosen rows have said nothing.
+
+        They may have no term. ``reason`` if the batch is large, or if all its rows say
+        nothing, either.
+        """
+        # In the step's own parts: others may have equally many terms by chance.
+        parts = self.choice.of_step()
+        if self._is_small_batch:
+            try:
+                return self.report_for(parts), parts
+            except Exception as error:
+                if _is_mistake(error):
+                    defect(f"in a look: {error!r}")
+        return reason, parts
 
     def verdict_of_broadcast(self) -> Verdict | None:
         """The verdict if rows of a micro-batch broadcast, and those of two do not:

@@ -348,7 +348,7 @@ class ReplicaLook:
             try:
                 return self.report_for(parts), parts
             except Exception as error:
-                if _is_mistake(error):
+                if _is_mistake_in_verify(error):
                     defect(f"in a look: {error!r}")
         return reason, parts
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from scatterpar.batch import nested
 from scatterpar.batch.joining import Lists, join_rows
 from scatterpar.batch.markers import Marker, count_rows
 from scatterpar.batch.refused_outputs import refuse_generators
+from scatterpar.calls.call_looks import CallLooks, CallOfLook
 from scatterpar.calls.copies_in_graph import AutogradTransfers
 from scatterpar.calls.division import Division, have_rows
 from scatterpar.calls.left_tensors import join_left_tensors
@@ -43,7 +44,6 @@ from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.replicas.sync_batch_norm import refuse_to_wait
 from scatterpar.report import StepReport
-from scatterpar.step.misfits import misfit_of_dataclass
 from scatterpar.step.replica_threads import Proceed, ReplicaThreads
 from scatterpar.step.row_writes import KnownWrites, RowWrites
 from scatterpar.step.task import call_inputs
@@ -85,13 +85,13 @@ class Computed:
         outputs: that of each share, where it was computed.
         division: the rows of each.
         arguments: those of the call, of all rows.
-        report: what was copied.
+        rules: how 0-dim outputs combine, by their place among the atoms of an output.
     """
 
     outputs: list[Any]
     division: Division
     arguments: Arguments
-    report: StepReport
+    rules: dict[int, NumberRule]
 
 
 class Calls:
@@ -117,6 +117,7 @@ class Calls:
         self.last_report: StepReport | None = None
         self._known_writes = KnownWrites()
         self._told = Told()
+        self._looks = CallLooks()
 
     def has_graph(self, arguments: Any) -> bool:
         """Whether torch would give the output of a call a graph."""
@@ -246,7 +247,8 @@ class Calls:
                     transfers.messages,
                     replica_seconds=tuple(threads.seconds),
                 )
-                yield Computed(outputs, division, arguments, report)
+                rules = self._rules(module, arguments, outputs, plan, options)
+                yield Computed(outputs, division, arguments, rules)
             except BaseException as error:
                 restore_after(
                     error,
@@ -257,6 +259,7 @@ class Calls:
                 raise
             generators.commit()
             writes.tell(dict(enumerate(args)) | kwargs)
+            self._looks.tell()
             self.last_report = report
 
     def _run(
@@ -272,10 +275,12 @@ class Calls:
             args, kwargs = by_share[replica]
             arguments = dict(enumerate(args)) | kwargs
             proceed(0)
-            with threads.turn(Scope.SUBSTEP, replica, 0):
-                with writes.watched("forward", "inputs", arguments) as watch:
-                    output = modules[replica](*args, **kwargs)
-                    watch.result = output
+            with (
+                threads.turn(Scope.SUBSTEP, replica, 0),
+                writes.watched("forward", "inputs", arguments) as watch,
+            ):
+                output = modules[replica](*args, **kwargs)
+                watch.result = output
             refuse_generators(output)
             return output
 
@@ -287,6 +292,26 @@ class Calls:
                 if replica_set.compiler is not None:
                     replica_set.compiler.release()
 
+    def _rules(
+        self,
+        module: nn.Module,
+        arguments: Arguments,
+        outputs: Sequence[Any],
+        plan: Plan,
+        options: CallOptions,
+    ) -> dict[int, NumberRule]:
+        """How 0-dim outputs combine, after a look if one is due."""
+        if len(outputs) == 1:
+            return {}
+        args, kwargs = arguments
+        flags = self._replicas.replica_set.flags
+        call = CallOfLook(
+            module, args, kwargs, outputs, plan, options.dim, flags, self._workers
+        )
+        # A checkpoint has to find the same tensors when it computes them again.
+        is_again = saved_tensors_hooks() is not None or current_graph_task() != -1
+        return self._looks.rules_of(call, asks=options.verify and not is_again)
+
     def _refuse_synchronised(self, plan: Plan) -> None:
         if len(plan.shares) > 1:
             is_there = self._replicas.replica_set.exchanges_statistics()
@@ -294,14 +319,14 @@ class Calls:
 
     def _tell_of_layers(self, module: nn.Module) -> None:
         """Warn once of layers and hooks that see the rows of one replica."""
-        if any(map(uses_batch_statistics, module.modules())):
-            if self._told.mark("batch normalisation"):
-                warn(
-                    "the module has batch normalisation, which normalises the rows of "
-                    "each replica by themselves, as in nn.DataParallel, and keeps the "
-                    "running statistics of the first one; forward_backward with "
-                    'nn.SyncBatchNorm, or buffers="batch", has those of all rows'
-                )
+        has_statistics = any(map(uses_batch_statistics, module.modules()))
+        if has_statistics and self._told.mark("batch normalisation"):
+            warn(
+                "the module has batch normalisation, which normalises the rows of each "
+                "replica by themselves, as in nn.DataParallel, and keeps the running "
+                "statistics of the first one; forward_backward with nn.SyncBatchNorm, "
+                'or buffers="batch", has those of all rows'
+            )
 
     # --- the output ---
 
@@ -310,20 +335,22 @@ class Calls:
         outputs = computed.outputs
         division = computed.division
         if len(outputs) == 1:
-            output = nested.map_tensors(lambda t: division.on_master(0, t), outputs[0])
-            return output
+            return nested.map_tensors(lambda t: division.on_master(0, t), outputs[0])
         dim = options.dim
         rows = division.rows
         lists = self._lists(computed.arguments)
+
+        places = {id(a): p for p, a in enumerate(nested.atoms(outputs[0]))}
 
         def join_atoms(atoms: list[Any]) -> Any:
             if all(isinstance(atom, Tensor) for atom in atoms):
                 if have_rows(atoms, rows, dim):
                     return division.join(atoms)
+                rule = computed.rules.get(places.get(id(atoms[0]), -1), BY_ROWS)
                 numbered = enumerate(atoms)
                 atoms = [division.on_master(number, atom) for number, atom in numbered]
                 if not atoms[0].ndim:
-                    return self._combined(atoms, computed, options)
+                    return self._combined(atoms, rule, computed, options)
             return join_rows(atoms, dim, rows, rows, lists=lists)
 
         def is_atom(values: Sequence[Any]) -> bool:
@@ -334,18 +361,23 @@ class Calls:
         return nested.merge(join_atoms, outputs, is_atom)
 
     def _combined(
-        self, numbers: Sequence[Tensor], computed: Computed, options: CallOptions
+        self,
+        numbers: Sequence[Tensor],
+        rule: NumberRule,
+        computed: Computed,
+        options: CallOptions,
     ) -> Tensor:
-        rule: NumberRule = BY_ROWS
+        """The number of all rows."""
         parts = [range(s.start, s.stop) for s in computed.division.plan.shares]
-        weights = weights_of(rule, computed.arguments, parts)
+        args, kwargs = computed.arguments
+        weights = weights_of(rule, (args, kwargs), parts)
         number = combined(numbers, weights, rule)
-        if options.check_finite and number.is_floating_point():
-            if not bool(torch.isfinite(number)):
-                raise FloatingPointError(
-                    f"a number that the module returns is {float(number.detach())}, "
-                    "and check_finite=True; nothing was changed"
-                )
+        is_checked = options.check_finite and number.is_floating_point()
+        if is_checked and not bool(torch.isfinite(number)):
+            raise FloatingPointError(
+                f"a number that the module returns is {float(number.detach())}, and "
+                "check_finite=True; nothing was changed"
+            )
         return number
 
     def _lists(self, arguments: Arguments) -> Lists:

@@ -149,7 +149,7 @@ class Division:
         return self.transfers.copy(tensor, self.master, "compute", device)
 
     def left_in_place(self, output: Tensor) -> Tensor:
-        """An output of the pair, where it is, whose backward pass is one of the call."""
+        """An output of the pair, where it is. Its backward pass is one of the call."""
         if not torch.is_grad_enabled() or not output.requires_grad:
             return output
         left: Tensor = Outgoing.apply(self, self.sentinel, output)  # type: ignore[no-untyped-call]
@@ -161,12 +161,14 @@ class JoinRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, division: Division, _: Tensor, *parts: Tensor) -> Tensor:
+        """The joined rows."""
         ctx.division = division
         return division.joined(parts)
 
     @staticmethod
     @never_compiled  # a compiled function may call ``backward()``
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of the parts."""
         (gradient,) = gradients
         division: Division = ctx.division
         division.begin_pass()
@@ -181,12 +183,14 @@ class SplitRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, division: Division, whole: Tensor) -> tuple[Tensor, ...]:
+        """The rows of each share."""
         ctx.division = division
         return division.split(whole)
 
     @staticmethod
     @never_compiled
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The gradient of the whole."""
         division: Division = ctx.division
         with division.on_streams():
             return None, division.join(gradients)
@@ -197,6 +201,7 @@ class Outgoing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, division: Division, _: Tensor, output: Tensor) -> Tensor:
+        """The output, as another tensor."""
         ctx.division = division
         # No view: the user may write it in place.
         return output.detach()
@@ -204,6 +209,7 @@ class Outgoing(torch.autograd.Function):
     @staticmethod
     @never_compiled
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of the output."""
         ctx.division.begin_pass()
         return None, None, *gradients
 
@@ -226,7 +232,7 @@ def have_rows(tensors: Sequence[Tensor], rows: Sequence[int], dim: int) -> bool:
 
 
 def _format_of(tensor: Tensor) -> torch.memory_format:
-    if tensor.ndim == 4 and not tensor.is_contiguous():
-        if tensor.is_contiguous(memory_format=torch.channels_last):
-            return torch.channels_last
+    is_image = tensor.ndim == 4 and not tensor.is_contiguous()
+    if is_image and tensor.is_contiguous(memory_format=torch.channels_last):
+        return torch.channels_last
     return torch.contiguous_format

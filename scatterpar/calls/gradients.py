@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -82,10 +81,17 @@ class _Pass:
 
 @dataclass
 class _Mark:
-    """The user's ``.grad`` when the last backward pass inside of ``no_sync`` ended."""
+    """The user's ``.grad`` as autograd has left it.
+
+    Attributes:
+        gradient: the tensor.
+        version: how often it was written.
+        is_changed: whether somebody else has written it by then.
+    """
 
     gradient: Tensor | None
     version: int = 0
+    is_changed: bool = False
 
 
 @dataclass
@@ -119,13 +125,11 @@ class Gradients:
         self._waiting: ByReplica = self._nothing()
         self._tensors: dict[int, Tensor] = {}  # the user's, for which gradients wait
         self._marks: dict[int, _Mark] = {}
-        # What autograd has accumulated since the marks were set, and who notes it.
-        self._accumulated: list[Tensor] = []
         self._hooks: list[RemovableHandle] = []
         self._told = Told()
         # What is connected at present.
         self._slots: Sequence[Slot] = ()
-        self._observed: frozenset[int] = frozenset()
+        self._alone: frozenset[int] = frozenset()
         self._copies: list[Tensor] = []
 
     # --- the graph ---
@@ -134,16 +138,18 @@ class Gradients:
         """Let the replicas' tensors depend on the user's, unless they do."""
         slots = replica_set.slots
         trained = [slot for slot in slots if slot.is_trained]
-        observed: frozenset[int] = frozenset()
-        if any(_HOOKS(slot.tensor) for slot in trained):
-            observed = frozenset(s.number for s in trained if _HOOKS(s.tensor))
-        if slots is self._slots and observed == self._observed:
+        # A backward pass that does not use these must not reach them: autograd would
+        # call their hooks without a gradient, or run a graph that it has freed.
+        alone = frozenset(
+            slot.number for slot in trained if not slot.is_leaf or _HOOKS(slot.tensor)
+        )
+        if slots is self._slots and alone == self._alone:
             return
         replicas = replica_set.replicas[1:]
         self.disconnect(replica_set)
         self._add_lost({id(slot.tensor) for slot in trained})
         with torch.inference_mode(False), torch.enable_grad():
-            for numbers in _buckets(trained, observed):
+            for numbers in _buckets(trained, alone):
                 originals = [slots[number].tensor for number in numbers]
                 dtypes = [
                     slots[number].sum_dtype or torch.float32 for number in numbers
@@ -158,7 +164,7 @@ class Gradients:
                     _connect(_Bucket(self, originals, dtypes), copies)
                 self._copies += copies
         self._slots = slots
-        self._observed = observed
+        self._alone = alone
 
     def disconnect(self, replica_set: ReplicaSet) -> None:
         """Make the replicas' tensors leaves again, for steps."""
@@ -359,7 +365,6 @@ class Gradients:
         """
         if not self._marks or not self.is_waiting:
             return
-        accumulated = Counter(map(id, self._accumulated))
         dropped: set[int] = set()
         is_kept = False
         for key, mark in self._marks.items():
@@ -369,10 +374,10 @@ class Gradients:
             if gradient is None:
                 dropped.add(key)
                 continue
-            is_same = gradient is mark.gradient
-            if is_same and version(gradient) == mark.version + accumulated[key]:
+            is_same = gradient is mark.gradient and version(gradient) == mark.version
+            if is_same and not mark.is_changed:
                 is_kept = True
-            elif key not in accumulated and _is_zero(gradient):
+            elif not mark.is_changed and _is_zero(gradient):
                 dropped.add(key)
             else:
                 raise RuntimeError(_changed(self._tensors[key]))
@@ -395,7 +400,6 @@ class Gradients:
 
     def _mark(self) -> None:
         """Remember the user's gradients, to see later whether they were dropped."""
-        self._accumulated.clear()
         _watch_optimizers()
         _all_gradients.add(self)
         for key in set().union(*self._waiting):
@@ -403,12 +407,22 @@ class Gradients:
             if not tensor.is_leaf:
                 continue
             if key not in self._marks:
-                note = self._accumulated.append
-                self._hooks.append(tensor.register_post_accumulate_grad_hook(note))
+                hook = tensor.register_post_accumulate_grad_hook(self._note)
+                self._hooks.append(hook)
             gradient = tensor.grad
-            self._marks[key] = _Mark(
-                gradient, 0 if gradient is None else version(gradient)
-            )
+            present = 0 if gradient is None else version(gradient)
+            self._marks[key] = _Mark(gradient, present)
+
+    def _note(self, tensor: Tensor) -> None:
+        """Autograd has accumulated a gradient, such as a penalty's; others wait."""
+        mark = self._marks.get(id(tensor))
+        if mark is None or mark.gradient is None or tensor.grad is None:
+            return
+        present = version(tensor.grad)
+        # Autograd writes once, or not at all if nothing has arrived.
+        is_known = tensor.grad is mark.gradient and present - mark.version in (0, 1)
+        mark.is_changed |= not is_known
+        mark.version = present
 
     def _release(self, keys: Iterable[int]) -> None:
         """Nothing waits for these tensors any more."""
@@ -418,7 +432,6 @@ class Gradients:
             return
         self._marks.clear()
         self._tensors.clear()
-        self._accumulated.clear()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -494,8 +507,7 @@ def _blocks(count: int) -> list[range]:
 def _buckets(slots: Sequence[Slot], alone: frozenset[int]) -> list[list[int]]:
     """The numbers of the slots that one node connects.
 
-    Their sums are on the master at the same time. A tensor with hooks is ``alone``: if
-    a backward pass does not use it, autograd must not call them without a gradient.
+    Their sums are on the master at the same time. Those of ``alone`` have a node each.
     """
     buckets: list[list[int]] = [[slot.number] for slot in slots if slot.number in alone]
     free_bytes = 0

@@ -21,6 +21,7 @@ from scatterpar.calls.division import Division, have_rows
 from scatterpar.calls.replicas_of_call import ReplicasOfCall
 from scatterpar.errors import Told, warn
 from scatterpar.objects.snapshot import entries_of
+from scatterpar.replicas.computed_weights import name_of_computed
 from scatterpar.replicas.replicas import Replica
 
 
@@ -35,12 +36,17 @@ def join_left_tensors(
     replica_set = replicas_of_call.replica_set
     others = replicas_of_call.others(len(division.rows))
     is_divided = len(division.rows) > 1
+    # Hooks of torch set these weights in each forward pass.
+    known = {
+        (id(vars(module)), name_of_computed(hook))
+        for module, hook in replica_set.computed
+    }
     for number, container, saved in replica_set.changed_containers():
         before = dict(entries_of(saved))
         for key, value in list(entries_of(container)):
             if key in before and before[key] is value:
                 continue
-            if not isinstance(container, (dict, list)):
+            if not isinstance(container, (dict, list)) or (id(container), key) in known:
                 continue
             if isinstance(value, (nn.Parameter, nn.Module)):
                 if is_divided:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from scatterpar.batch import nested
-from scatterpar.batch.markers import Marker
 from scatterpar.devices.copies import to_numbers
 
 _IGNORED = -100
@@ -113,8 +112,4 @@ def combined(
 
 
 def _tensors(arguments: object) -> list[Tensor]:
-    return [
-        atom
-        for atom in nested.atoms(arguments)
-        if isinstance(atom, Tensor) and not isinstance(atom, Marker)
-    ]
+    return nested.tensors(arguments)

@@ -722,11 +722,11 @@ class Replica(ModuleCopy):
         self.clear_records()
 
     def refresh_written(self, changed: Set[int], *, reads_values: bool) -> None:
-        """Undo what a forward pass rebound, and copy the sources of ``changed`` buffers,
-        by number, and of those that the replica has written; or with ``reads_values``
-        of all, as ``refresh``.
+        """Undo what a forward pass rebound, and copy the sources of buffers.
 
-        A graph that has saved a buffer stays valid.
+        Copied are those of ``changed``, by number, and those that the replica has
+        written; with ``reads_values`` all, as by ``refresh``. A graph that has saved a
+        buffer stays valid.
         """
         if not self.is_as_refreshed():
             for tensor, storage in self._places:

@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from scatterpar.batch import nested
 from scatterpar.batch.joining import Lists, join_rows
-from scatterpar.batch.markers import Marker, count_rows
+from scatterpar.batch.markers import Batches, Marker, count_rows, unwrap_markers
 from scatterpar.batch.refused_outputs import refuse_generators
 from scatterpar.calls.call_looks import CallLooks, CallOfLook
 from scatterpar.calls.copies_in_graph import AutogradTransfers
@@ -39,11 +39,14 @@ from scatterpar.calls.replicas_of_call import ReplicasOfCall
 from scatterpar.causes.batch_normalisation import uses_batch_statistics
 from scatterpar.devices.links import check_links
 from scatterpar.devices.transfers import PHASES
-from scatterpar.errors import Told, restore_after, warn
+from scatterpar.errors import Told, add_note, restore_after, warn
+from scatterpar.options.call_arguments import Arguments
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.replicas.sync_batch_norm import refuse_to_wait
 from scatterpar.report import StepReport
+from scatterpar.step.inner_backward import gradients_put_aside
+from scatterpar.step.misfits import misfit_of_dataclass, misfit_of_inputs
 from scatterpar.step.replica_threads import Proceed, ReplicaThreads
 from scatterpar.step.row_writes import KnownWrites, RowWrites
 from scatterpar.step.task import call_inputs
@@ -53,7 +56,6 @@ from scatterpar.threads.workers import Workers
 from scatterpar.torch_private.autograd import current_graph_task, saved_tensors_hooks
 from scatterpar.torch_private.thread_modes import is_transformed
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _IN_A_CALL = (
     "a call (ScatterOnceParallel.forward_backward synchronises them, and a call of "
     "the module itself)"
@@ -78,7 +80,7 @@ class CallOptions:
 
 
 @dataclass
-class Computed:
+class OutputsOfReplicas:
     """What the replicas have returned for one call, with its graph.
 
     Attributes:
@@ -153,17 +155,15 @@ class Calls:
         """
         why = self._why_on_master(module, arguments, options)
         if why:
-            self._tell_of_master(module, why)
-            args, kwargs = arguments
-            return module(*args, **kwargs)
-        with self._computed(module, arguments, options) as computed:
+            return self._on_master(module, arguments, why)
+        with self._replicas_called(module, arguments, options) as computed:
             return self._joined(computed, options)
 
     def outputs(
         self, module: nn.Module, arguments: Arguments, options: CallOptions
     ) -> tuple[tuple[Any, ...], Plan]:
         """The outputs of the replicas, each on its device, and the plan."""
-        with self._computed(module, arguments, options) as computed:
+        with self._replicas_called(module, arguments, options) as computed:
             division = computed.division
             outputs = tuple(
                 nested.map_tensors(division.left_in_place, output)
@@ -187,8 +187,20 @@ class Calls:
             parts = {"inputs": args, "keyword inputs": kwargs}
             count_rows(parts, options.dim, refuse_grad=False)
         except (ValueError, TypeError) as error:
+            if any(isinstance(atom, Batches) for atom in nested.atoms(arguments)):
+                raise
             return str(error)
         return ""
+
+    def _on_master(self, module: nn.Module, arguments: Arguments, why: str) -> Any:
+        """The output of the module itself, in the caller's thread."""
+        args, kwargs = unwrap_markers(arguments)
+        self._tell_of_master(module, why)
+        try:
+            return module(*args, **kwargs)
+        except Exception as error:
+            add_note(error, f"computed on the first device alone, because {why}")
+            raise
 
     def _tell_of_master(self, module: nn.Module, why: str) -> None:
         name = type(module).__name__
@@ -198,9 +210,9 @@ class Calls:
     # --- the call ---
 
     @contextlib.contextmanager
-    def _computed(
+    def _replicas_called(
         self, module: nn.Module, arguments: Arguments, options: CallOptions
-    ) -> Iterator[Computed]:
+    ) -> Iterator[OutputsOfReplicas]:
         """Call all replicas. If the body fails, the call has failed."""
         args, kwargs = arguments
         parts = {"inputs": args, "keyword inputs": kwargs}
@@ -222,8 +234,6 @@ class Calls:
                 plan, options.dim, transfers, gradients.begin_pass, gradients.sentinel
             )
             self._refuse_synchronised(plan)
-            if len(plan.shares) > 1:
-                self._tell_of_layers(module)
             generators = Generators([share.device for share in plan.shares])
             threads = ReplicaThreads(self._workers, plan.shares, generators)
             # Such as a checkpoint's, which knows tensors by their order.
@@ -248,7 +258,7 @@ class Calls:
                     replica_seconds=tuple(threads.seconds),
                 )
                 rules = self._rules(module, arguments, outputs, plan, options)
-                yield Computed(outputs, division, arguments, rules)
+                yield OutputsOfReplicas(outputs, division, arguments, rules)
             except BaseException as error:
                 restore_after(
                     error,
@@ -260,6 +270,8 @@ class Calls:
             generators.commit()
             writes.tell(dict(enumerate(args)) | kwargs)
             self._looks.tell()
+            if len(plan.shares) > 1:
+                self._tell_of_layers(module)
             self.last_report = report
 
     def _run(
@@ -279,13 +291,21 @@ class Calls:
                 threads.turn(Scope.SUBSTEP, replica, 0),
                 writes.watched("forward", "inputs", arguments) as watch,
             ):
-                output = modules[replica](*args, **kwargs)
+                output = _output_of(modules[replica], args, kwargs)
                 watch.result = output
             refuse_generators(output)
             return output
 
         replica_set = self._replicas.replica_set
-        with parameter_writes_refused([replica_set]):
+        leaves: list[Tensor] = []
+        # A single replica's gradients are those of all rows. In a backward pass, where
+        # a checkpoint calls again, gradients are arriving.
+        if len(modules) > 1 and current_graph_task() == -1:
+            leaves = [slot.tensor for slot in replica_set.trained if slot.is_leaf]
+        with (
+            parameter_writes_refused([replica_set]),
+            gradients_put_aside(leaves, [replica_set]),
+        ):
             try:
                 return threads.run(work, range(len(modules)))
             finally:
@@ -330,7 +350,7 @@ class Calls:
 
     # --- the output ---
 
-    def _joined(self, computed: Computed, options: CallOptions) -> Any:
+    def _joined(self, computed: OutputsOfReplicas, options: CallOptions) -> Any:
         """The output of all rows, on the master, with a graph."""
         outputs = computed.outputs
         division = computed.division
@@ -364,7 +384,7 @@ class Calls:
         self,
         numbers: Sequence[Tensor],
         rule: NumberRule,
-        computed: Computed,
+        computed: OutputsOfReplicas,
         options: CallOptions,
     ) -> Tensor:
         """The number of all rows."""
@@ -386,3 +406,17 @@ class Calls:
         markers = [atom for atom in atoms if isinstance(atom, Marker)]
         are_marked = any(marker.num_rows is not None for marker in markers)
         return "if clear" if are_marked else "never"
+
+
+def _output_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return module(*args, **kwargs)
+    except (TypeError, AttributeError) as error:
+        # The signature is read after a failure only.
+        misfit = misfit_of_dataclass(error, module, args, kwargs)
+        if misfit is None and isinstance(error, TypeError):
+            inputs = args[0] if len(args) == 1 and not kwargs else args
+            misfit = misfit_of_inputs(module, inputs, args, kwargs)
+        if misfit is None:
+            raise
+        raise misfit from error

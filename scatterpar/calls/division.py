@@ -125,7 +125,7 @@ class Division:
         for share, part in zip(self.plan.shares, parts, strict=True):
             target = whole.narrow(self.dim, share.start, share.rows)
             if share.device == self.master:
-                target.copy_(part)
+                write(target, part)
             else:
                 self.transfers.count(part, "compute")
                 write(target, part, non_blocking=has_streams(self.master))

@@ -98,13 +98,13 @@ class _Mark:
 class _Bucket:
     """Tensors of the user's that one node connects with their copies."""
 
-    gradients: Gradients
+    gradients: CallGradients
     tensors: list[Tensor]
     dtypes: list[torch.dtype]  # in which gradients are added
     streams: Sequence[torch.Stream] = field(default_factory=current_streams)
 
 
-class Gradients:
+class CallGradients:
     """The gradients of one module's replicas, except the first.
 
     Attributes:
@@ -331,14 +331,12 @@ class Gradients:
 
     def add_before(self, optimizer: Optimizer) -> None:
         """Before a step of an optimizer: add what waits for its parameters."""
-        if not self.is_waiting:
+        keys = self._waiting_of(optimizer)
+        if not keys:  # it is another module's
             return
         self.end_failed_passes()
         self.forget_dropped()
-        waiting = set().union(*self._waiting)
-        keys: set[int] = set()
-        for group in optimizer.param_groups:
-            keys |= waiting.intersection(map(id, group["params"]))
+        keys = self._waiting_of(optimizer)
         if not keys:
             return
         self.add_waiting(keys)
@@ -350,6 +348,15 @@ class Gradients:
                 "seen them; make the last backward pass before a step outside of "
                 "no_sync()"
             )
+
+    def _waiting_of(self, optimizer: Optimizer) -> set[int]:
+        """The ``id`` of each parameter of an optimizer for which gradients wait."""
+        waiting = set().union(*self._waiting)
+        keys: set[int] = set()
+        if waiting:
+            for group in optimizer.param_groups:
+                keys |= waiting.intersection(map(id, group["params"]))
+        return keys
 
     def drop_waiting(self) -> None:
         """Drop gradients that wait."""
@@ -557,7 +564,7 @@ def _changed(tensor: Tensor) -> str:
 
 # --- optimizers ---
 
-_all_gradients: weakref.WeakSet[Gradients] = weakref.WeakSet()
+_all_gradients: weakref.WeakSet[CallGradients] = weakref.WeakSet()
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.calls.division import Division, have_rows
@@ -22,6 +22,7 @@ from scatterpar.calls.replicas_of_call import ReplicasOfCall
 from scatterpar.errors import Told, warn
 from scatterpar.objects.snapshot import entries_of
 from scatterpar.replicas.computed_weights import name_of_computed
+from scatterpar.replicas.refused_modules import refuse_created
 from scatterpar.replicas.replicas import Replica
 
 
@@ -48,15 +49,12 @@ def join_left_tensors(
                 continue
             if not isinstance(container, (dict, list)) or (id(container), key) in known:
                 continue
-            if isinstance(value, (nn.Parameter, nn.Module)):
-                if is_divided:
-                    _undo(container, saved)
-                    raise ValueError(_created(key))
-                continue
             if not is_divided or not any(_is_tensor(a) for a in nested.atoms(value)):
                 continue
             values = [value, *_counterparts(number, key, others)]
             container[key] = _joined(values, key, division, told)
+    if is_divided:
+        refuse_created(replica_set.root, replica_set.tensors)
     replica_set.share_written_data()
 
 
@@ -94,17 +92,3 @@ def _joined(values: list[Any], name: Any, division: Division, told: Told) -> Any
         return nested.merge(join_atoms, values)
     except ValueError:  # mappings with other keys
         return values[0]
-
-
-def _undo(container: Any, saved: Any) -> None:
-    if isinstance(container, dict):
-        container.clear()
-        container.update(saved)
-
-
-def _created(key: Any) -> str:
-    return (
-        f"the forward pass creates the parameter or module {key!r} on each replica, "
-        "where no optimizer finds it; create it before the first call: call the module "
-        "itself once on a few rows"
-    )

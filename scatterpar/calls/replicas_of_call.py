@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.calls.gradients import Gradients
+from scatterpar.calls.gradients import CallGradients
 from scatterpar.devices.coalescing import copy_each
 from scatterpar.devices.transfers import Transfers
 from scatterpar.devices.write_counters import versions
@@ -53,7 +53,7 @@ class ReplicasOfCall:
         replica_set: ReplicaSet,
     ) -> None:
         self.root = root
-        self.gradients = Gradients(device_ids)
+        self.gradients = CallGradients(device_ids)
         self.replica_set = replica_set
         self._device_ids = tuple(device_ids)
         self._replicated: nn.Module = root
@@ -103,9 +103,12 @@ class ReplicasOfCall:
         return self.replica_set.replicas[1:count]
 
     def restore_buffers(self) -> None:
-        """Write the values of the user's buffers before the call."""
+        """Restore the attributes of the user's modules, and the values of buffers."""
         replica_set = self.replica_set
-        registries = {id(module._buffers) for module in replica_set.modules}
+        registries: set[int] = set()
+        for module in replica_set.modules:
+            registries |= {id(module._buffers), id(module._parameters)}
+            registries |= {id(module._modules), id(vars(module))}
         for _, container, saved in replica_set.changed_containers():
             if id(container) in registries:
                 container.clear()

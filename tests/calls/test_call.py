@@ -5,9 +5,9 @@ import warnings
 
 import pytest
 import torch
-from calls.programs import PROGRAMS, SELECTING
 from harness.oracle import assert_gradients, build, gradients, randint, randn
 
+from calls.programs import PROGRAMS, SELECTING
 from scatterpar import ScatterOnceParallel
 
 LAYOUTS = [["cpu"], ["cpu"] * 2, ["cpu:0", "cpu:1"], ["cpu:0", "cpu:1", "cpu:0"]]

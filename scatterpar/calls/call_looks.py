@@ -89,7 +89,7 @@ class CallLooks:
         atoms_by_replica = list(map(nested.atoms, call.outputs))
         rules: dict[int, NumberRule] = {}
         of_loss = BY_ROWS
-        has_rows = False
+        with_rows: list[int] = []
         sizes = [share.rows for share in call.plan.shares]
         if len(set(map(len, atoms_by_replica))) > 1:
             return rules
@@ -101,13 +101,13 @@ class CallLooks:
                 if any(atom.requires_grad for atom in atoms):
                     rules[place] = self._rule(call, place, asks)
                     of_loss = rules[place]
-            elif atoms[0].is_floating_point():
-                has_rows |= have_rows(atoms, sizes, call.dim)
+            elif atoms[0].is_floating_point() and have_rows(atoms, sizes, call.dim):
+                with_rows.append(place)
         for place in rules:
             if not atoms_by_replica[0][place].requires_grad:
                 rules[place] = of_loss
-        if has_rows and asks:
-            self._check_rows(call)
+        if with_rows and asks:
+            self._check_rows(call, with_rows)
         return rules
 
     def tell(self) -> None:
@@ -115,9 +115,10 @@ class CallLooks:
         for verifier in self._verifiers.values():
             verifier.tell()
 
-    def _check_rows(self, call: CallOfLook) -> None:
+    def _check_rows(self, call: CallOfLook, places: Sequence[int]) -> None:
         verifier = self._verifier((id(call.module), "rows"))
-        request = _request(call, WeighedEntries(call.dim), _numbers_of_rows(call))
+        criterion = WeighedEntries(places, call.dim)
+        request = _request(call, criterion, _numbers_of_rows(call))
         request = replace(request, reduction="sum")
         _ask(verifier, call, request, [candidate_of(request)])
 
@@ -143,19 +144,19 @@ class WeighedEntries:
 
     __qualname__ = "of all entries of the output"
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, places: Sequence[int], dim: int) -> None:
+        """``places`` are those of the outputs among the atoms."""
+        self._places = places
         self._dim = dim
 
     def __call__(self, output: Any, numbers: Tensor) -> Tensor:
         """The sum."""
+        numbers = numbers.movedim(self._dim, 0)
+        numbers = numbers.reshape(len(numbers), -1)
         total: Tensor = numbers.new_zeros(())
-        for place, tensor in enumerate(nested.tensors(output)):
-            if not tensor.is_floating_point() or tensor.ndim <= self._dim:
-                continue
-            by_row = tensor.movedim(self._dim, 0)
-            if len(by_row) != len(numbers):
-                continue
-            by_row = by_row.reshape(len(numbers), -1)
+        atoms = nested.atoms(output)
+        for place in self._places:
+            by_row = atoms[place].movedim(self._dim, 0).reshape(len(numbers), -1)
             places = torch.arange(by_row.size(1), device=by_row.device)
             factors = numbers[:, (places + place) % _NUMBERS]
             total = total + (by_row * factors.to(by_row.dtype)).sum()
@@ -236,7 +237,10 @@ def _numbers_of_rows(call: CallOfLook) -> Tensor:
     """A few numbers for each row, which are the same in all looks."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(call.plan.rows, _NUMBERS, generator=generator)
-    return numbers.movedim(0, call.dim) if call.dim in (0, 1) else numbers
+    if call.dim in (0, -2):
+        return numbers
+    # Their rows are along the dimension of the call's.
+    return numbers.T[(None,) * max(0, call.dim - 1)]
 
 
 def _ask(

@@ -102,7 +102,7 @@ from scatterpar.verify.gradient_check import (
 from scatterpar.verify.verifier import Choice, Verifier
 from scatterpar.wrapper import ModuleT, Wrapper
 
-_NO_GRAPH = (
+_BELONGS_TO_STEPS = (
     'buffers="batch" and a process_group belong to steps: a call with a graph has '
     "neither; use forward_backward(inputs, targets, criterion), or call the engine "
     "under torch.no_grad()"
@@ -760,7 +760,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         is_of_ranks = self._ranks is not None or self.buffer_policy == "batch"
         if self._calls.has_graph(arguments):
             if is_of_ranks:
-                raise ValueError(_NO_GRAPH)
+                raise ValueError(_BELONGS_TO_STEPS)
             return self._called(self.module, arguments)
         if not is_of_ranks and any(part.training for part in self.module.modules()):
             return self._called(self.module, arguments)

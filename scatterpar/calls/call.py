@@ -32,9 +32,9 @@ from scatterpar.batch.markers import Batches, Marker, count_rows, unwrap_markers
 from scatterpar.batch.refused_outputs import refuse_generators
 from scatterpar.calls.call_looks import CallLooks, CallOfLook
 from scatterpar.calls.copies_in_graph import AutogradTransfers
-from scatterpar.calls.division import Division, have_rows
+from scatterpar.calls.division import Division, are_divided_alike
 from scatterpar.calls.left_tensors import join_left_tensors
-from scatterpar.calls.numbers import BY_ROWS, NumberRule, combined, weights_of
+from scatterpar.calls.numbers import BY_ROWS, NumberRule, combined_number, weights_of
 from scatterpar.calls.replicas_of_call import ReplicasOfCall
 from scatterpar.causes.batch_normalisation import uses_batch_statistics
 from scatterpar.devices.links import check_links
@@ -364,7 +364,7 @@ class Calls:
 
         def join_atoms(atoms: list[Any]) -> Any:
             if all(isinstance(atom, Tensor) for atom in atoms):
-                if have_rows(atoms, rows, dim):
+                if are_divided_alike(atoms, rows, dim):
                     return division.join(atoms)
                 rule = computed.rules.get(places.get(id(atoms[0]), -1), BY_ROWS)
                 numbered = enumerate(atoms)
@@ -391,7 +391,7 @@ class Calls:
         parts = [range(s.start, s.stop) for s in computed.division.plan.shares]
         args, kwargs = computed.arguments
         weights = weights_of(rule, (args, kwargs), parts)
-        number = combined(numbers, weights, rule)
+        number = combined_number(numbers, weights, rule)
         is_checked = options.check_finite and number.is_floating_point()
         if is_checked and not bool(torch.isfinite(number)):
             raise FloatingPointError(

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.batch.batch import batch_of
 from scatterpar.batch.markers import Marker
-from scatterpar.calls.division import have_rows
-from scatterpar.calls.numbers import BY_ROWS, NumberRule, rules_for
+from scatterpar.calls.division import are_divided_alike
+from scatterpar.calls.numbers import BY_ROWS, IGNORED_LABEL, NumberRule, rules_for
 from scatterpar.devices.transfers import Transfers
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas
@@ -101,7 +101,9 @@ class CallLooks:
                 if any(atom.requires_grad for atom in atoms):
                     rules[place] = self._rule(call, place, asks)
                     of_loss = rules[place]
-            elif atoms[0].is_floating_point() and have_rows(atoms, sizes, call.dim):
+            elif atoms[0].is_floating_point() and are_divided_alike(
+                atoms, sizes, call.dim
+            ):
                 with_rows.append(place)
         for place in rules:
             if not atoms_by_replica[0][place].requires_grad:
@@ -191,7 +193,7 @@ def _count_of(rule: NumberRule) -> Callable[[Any, Any], Any] | None:
         labels = nested.tensors(inputs)[position]
         if rule.is_shifted:
             labels = labels[:, 1:]
-        return labels.ne(-100).sum()
+        return labels.ne(IGNORED_LABEL).sum()
 
     return count
 

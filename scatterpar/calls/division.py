@@ -120,7 +120,7 @@ class Division:
             sizes,
             dtype=first.dtype,
             device=physical(self.master),
-            memory_format=_format_of(first),
+            memory_format=_memory_format_of(first),
         )
         for share, part in zip(self.plan.shares, parts, strict=True):
             target = whole.narrow(self.dim, share.start, share.rows)
@@ -214,7 +214,7 @@ class Outgoing(torch.autograd.Function):
         return None, None, *gradients
 
 
-def have_rows(tensors: Sequence[Tensor], rows: Sequence[int], dim: int) -> bool:
+def are_divided_alike(tensors: Sequence[Tensor], rows: Sequence[int], dim: int) -> bool:
     """Whether dense tensors have one entry per row, and are alike in all else."""
     first = tensors[0]
     if not -first.ndim <= dim < first.ndim:
@@ -231,7 +231,7 @@ def have_rows(tensors: Sequence[Tensor], rows: Sequence[int], dim: int) -> bool:
     return len(kinds) == 1 and type(first) in (Tensor, nn.Parameter)
 
 
-def _format_of(tensor: Tensor) -> torch.memory_format:
+def _memory_format_of(tensor: Tensor) -> torch.memory_format:
     is_image = tensor.ndim == 4 and not tensor.is_contiguous()
     if is_image and tensor.is_contiguous(memory_format=torch.channels_last):
         return torch.channels_last

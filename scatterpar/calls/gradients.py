@@ -217,7 +217,7 @@ class CallGradients:
             return [None] * (count * len(self.blocks))
         if of_pass.is_selected:
             if not of_pass.is_synced:
-                raise RuntimeError(_SELECTED)
+                raise RuntimeError(_PARTLY_SELECTED)
             return self._sums(bucket, arrived)
         if not of_pass.is_checked:
             of_pass.is_checked = True
@@ -229,7 +229,7 @@ class CallGradients:
             for tensor in bucket.tensors:
                 earlier = waiting.pop(id(tensor), None)
                 if earlier is not None:
-                    _add(of_replica, id(tensor), earlier)
+                    _plus_in(of_replica, id(tensor), earlier)
         return self._sums(bucket, arrived)
 
     def _sums(self, bucket: _Bucket, by_replica: ByReplica) -> list[Tensor | None]:
@@ -268,7 +268,7 @@ class CallGradients:
             return
         for waiting, arrived in zip(self._waiting, of_pass.arrived, strict=True):
             for key, gradient in arrived.items():
-                _add(waiting, key, gradient)
+                _plus_in(waiting, key, gradient)
         if not of_pass.is_synced:
             self._mark()
             return
@@ -384,10 +384,10 @@ class CallGradients:
             is_same = gradient is mark.gradient and version(gradient) == mark.version
             if is_same and not mark.is_changed:
                 is_kept = True
-            elif not mark.is_changed and _is_zero(gradient):
+            elif not mark.is_changed and _has_no_entry(gradient):
                 dropped.add(key)
             else:
-                raise RuntimeError(_changed(self._tensors[key]))
+                raise RuntimeError(_changed_while_waiting(self._tensors[key]))
         if dropped and not is_kept:
             dropped = set(self._marks)
         for waiting in self._waiting:
@@ -403,11 +403,11 @@ class CallGradients:
             for of_replica, gradients in zip(kept, arrived, strict=True):
                 for key, gradient in gradients.items():
                     self._tensors[key] = by_id[key]
-                    _add(of_replica, key, gradient.detach())
+                    _plus_in(of_replica, key, gradient.detach())
 
     def _mark(self) -> None:
         """Remember the user's gradients, to see later whether they were dropped."""
-        _watch_optimizers()
+        _listen_before_steps()
         _all_gradients.add(self)
         for key in set().union(*self._waiting):
             tensor = self._tensors[key]
@@ -529,7 +529,7 @@ def _buckets(slots: Sequence[Slot], alone: frozenset[int]) -> list[list[int]]:
     return buckets
 
 
-def _add(total: dict[int, Tensor], key: int, gradient: Tensor) -> None:
+def _plus_in(total: dict[int, Tensor], key: int, gradient: Tensor) -> None:
     """Add a gradient, which may be somebody else's tensor, too."""
     earlier = total.get(key)
     if earlier is None:
@@ -540,20 +540,20 @@ def _add(total: dict[int, Tensor], key: int, gradient: Tensor) -> None:
         total[key] = gradient + earlier
 
 
-def _is_zero(gradient: Tensor) -> bool:
+def _has_no_entry(gradient: Tensor) -> bool:
     values = gradient.detach()
     if values.layout != torch.strided:
         values = values.to_dense()
     return not to_numbers(values.count_nonzero())
 
 
-_SELECTED = (
+_PARTLY_SELECTED = (
     "torch.autograd.grad (or backward(inputs=…)) of a module's parameters inside of "
     "no_sync() would have replica 0's part alone; call it outside of no_sync()"
 )
 
 
-def _changed(tensor: Tensor) -> str:
+def _changed_while_waiting(tensor: Tensor) -> str:
     return (
         f"the .grad of a parameter of shape {tuple(tensor.shape)} was changed while "
         "gradients of other replicas wait, because no_sync() was entered: these would "
@@ -568,7 +568,7 @@ _all_gradients: weakref.WeakSet[CallGradients] = weakref.WeakSet()
 
 
 @functools.cache
-def _watch_optimizers() -> RemovableHandle:
+def _listen_before_steps() -> RemovableHandle:
     """Register the one hook of all engines; later calls do nothing."""
     return register_optimizer_step_pre_hook(_add_before_step)
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from scatterpar.batch import nested
-from scatterpar.calls.division import Division, have_rows
+from scatterpar.calls.division import Division, are_divided_alike
 from scatterpar.calls.replicas_of_call import ReplicasOfCall
 from scatterpar.errors import Told, warn
 from scatterpar.objects.snapshot import entries_of
@@ -52,7 +52,7 @@ def join_left_tensors(
             if not is_divided or not any(_is_tensor(a) for a in nested.atoms(value)):
                 continue
             values = [value, *_counterparts(number, key, others)]
-            container[key] = _joined(values, key, division, told)
+            container[key] = _joined_or_first(values, key, division, told)
     if is_divided:
         refuse_created(replica_set.root, replica_set.tensors)
     replica_set.share_written_data()
@@ -70,14 +70,16 @@ def _counterparts(number: int, key: Any, others: Sequence[Replica]) -> list[Any]
     return values
 
 
-def _joined(values: list[Any], name: Any, division: Division, told: Told) -> Any:
+def _joined_or_first(
+    values: list[Any], name: Any, division: Division, told: Told
+) -> Any:
     """The values of all replicas as one, or that of replica 0."""
 
     def join_atoms(atoms: list[Any]) -> Any:
         first = atoms[0]
         if not all(map(_is_tensor, atoms)):
             return first
-        if have_rows(atoms, division.rows, division.dim):
+        if are_divided_alike(atoms, division.rows, division.dim):
             return division.join(atoms)
         if first.requires_grad and told.mark(("left", str(name))):
             warn(

@@ -22,7 +22,7 @@ from torch import Tensor
 from scatterpar.batch import nested
 from scatterpar.devices.copies import to_numbers
 
-_IGNORED = -100
+IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ def weights_of(
         labels = labels[:, 1:]
     # In one copy: a label on a device is waited for.
     counts = (
-        labels.detach().ne(_IGNORED).flatten(1).sum(1)
+        labels.detach().ne(IGNORED_LABEL).flatten(1).sum(1)
         if labels.ndim > 1
-        else (labels.detach().ne(_IGNORED))
+        else (labels.detach().ne(IGNORED_LABEL))
     )
     by_row: list[float] = to_numbers(counts)
     return [float(sum(by_row[row] for row in rows)) for rows in parts]
@@ -90,7 +90,7 @@ def are_alike(first: Sequence[float], second: Sequence[float]) -> bool:
     )
 
 
-def combined(
+def combined_number(
     numbers: Sequence[Tensor], weights: Sequence[float], rule: NumberRule
 ) -> Tensor:
     """One number of those of parts. A mean of no terms is ignored, as it is NaN."""

@@ -5,7 +5,7 @@ import torch
 from harness.oracle import randn
 
 from scatterpar.calls.copies_in_graph import AutogradTransfers
-from scatterpar.calls.division import Division, have_rows
+from scatterpar.calls.division import Division, are_divided_alike
 from scatterpar.plan import make_plan
 
 
@@ -48,7 +48,7 @@ def test_joined_images_keep_their_memory_format():
 
 def test_have_rows_asks_for_alike_tensors():
     rows = [3, 2]
-    assert have_rows([randn(3, 4), randn(2, 4)], rows, 0)
-    assert not have_rows([randn(3, 4), randn(2, 5)], rows, 0)
-    assert not have_rows([randn(3), randn(())], rows, 0)
-    assert not have_rows([randn(3, 4), randn(2, 4).float()], rows, 0)
+    assert are_divided_alike([randn(3, 4), randn(2, 4)], rows, 0)
+    assert not are_divided_alike([randn(3, 4), randn(2, 5)], rows, 0)
+    assert not are_divided_alike([randn(3), randn(())], rows, 0)
+    assert not are_divided_alike([randn(3, 4), randn(2, 4).float()], rows, 0)

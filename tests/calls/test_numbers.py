@@ -6,7 +6,7 @@ from scatterpar.calls.numbers import (
     BY_ROWS,
     SUM,
     are_alike,
-    combined,
+    combined_number,
     rules_for,
     weights_of,
 )
@@ -34,19 +34,19 @@ def test_weights_count_labels_that_are_not_ignored():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_mean_ignores_parts_without_terms(dtype):
     numbers = [torch.tensor(value, dtype=dtype) for value in (1.0, torch.nan, 3.0)]
-    mean = combined(numbers, [1, 0, 3], BY_ROWS)
+    mean = combined_number(numbers, [1, 0, 3], BY_ROWS)
     assert mean.dtype == dtype
     assert mean.item() == 2.5
 
 
 def test_mean_of_no_terms_is_that_of_torch():
     numbers = [torch.tensor(torch.nan)] * 2
-    assert combined(numbers, [0, 0], BY_ROWS).isnan()
+    assert combined_number(numbers, [0, 0], BY_ROWS).isnan()
 
 
 def test_sum_adds():
     numbers = [torch.tensor(2), torch.tensor(3)]
-    assert combined(numbers, [1, 1], SUM).item() == 5
+    assert combined_number(numbers, [1, 1], SUM).item() == 5
 
 
 def test_weights_are_alike_if_proportional():

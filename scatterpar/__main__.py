@@ -13,7 +13,7 @@ from typing import NoReturn
 import scatterpar
 
 _USAGE = (
-    "usage: python -m scatterpar {train, predict, export, doctor, splitcheck, demo} "
+    "usage: python -m scatterpar {train, predict, export, doctor, demo} "
     "[options] (each has a --help); --version"
 )
 _HELP = f"""{_USAGE}
@@ -25,16 +25,12 @@ _HELP = f"""{_USAGE}
   export   the model of a run as a file that classifies images without scatterpar
   doctor   what this machine has, whether copies between its devices arrive intact, and
            whether a step is exact
-  splitcheck
-           is the gradient of a training loop in parts, or on several processes, that of
-           the whole batch? FILE:FUNCTION returns step, model, batch
   demo     one batch, accumulated by hand, refused, and counted"""
 _MODULES = {
     "train": "train.training",
     "predict": "train.predict",
     "export": "train.export",
     "doctor": "checkup.doctor",
-    "splitcheck": "splitting.command",
     "demo": "checkup.demo",
 }
 _TOOL = ("train", "predict", "export")

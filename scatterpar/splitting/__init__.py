@@ -6,8 +6,8 @@ Imports ``causes`` and the packages below it: neither steps nor replicas.
 
 Runs in the caller's thread, or in processes of its own.
 
-- ``check`` compares, and reports; ``grid`` checks several splits, ``command`` from a
-  shell; ``values`` compares numbers in the place of gradients;
+- ``check`` compares, and reports; ``grid`` checks several splits; ``values`` compares
+  numbers in the place of gradients;
 - ``trainers`` runs a library's trainer as a step, of which ``library_steps`` has the
   lines for each library;
 - ``row_parts`` cuts the rows of the batch;

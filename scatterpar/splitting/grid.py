@@ -157,17 +157,7 @@ def splitgrid(
     shared = SplitArguments(
         step, model, batch, ranks=1, equal=equal, timeout=timeout, loss=loss
     )
-    return check_all(trials_of_cells(shared, parts, ranks))
-
-
-def trials_of_cells(
-    shared: SplitArguments, parts: Sequence[int], ranks: Sequence[int]
-) -> list[Trial]:
-    """The trial of each cell, before the first one runs.
-
-    Raises ``TypeError`` or ``ValueError`` for a wrong argument of any of them.
-    """
-    trials = []
+    trials = []  # all before the first one runs: arguments may be wrong
     for num_ranks, num_parts in product(ranks, parts):
         if num_ranks == num_parts == 1 and shared.loss is None:
             continue  # the step would be compared with itself
@@ -178,9 +168,4 @@ def trials_of_cells(
             "parts=(1,) on ranks=(1,) compares the step with itself; pass another "
             "number of parts or ranks, or loss="
         )
-    return trials
-
-
-def check_all(trials: Sequence[Trial]) -> SplitGrid:
-    """Check each trial."""
     return SplitGrid([SplitCell(t.num_parts, t.ranks, check(t)) for t in trials])

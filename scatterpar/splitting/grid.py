@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -90,14 +88,6 @@ class SplitGrid(Printed):
             reports = [str(c.report) for c in self.cells if not c.report.passed]
             raise AssertionError("\n".join([str(self), *problems, *reports]))
 
-    def to_json(self, path: str | Path) -> None:
-        """Write all reports into a file."""
-        grid = {"passed": self.passed, **asdict(self)}
-        # ``asdict`` leaves properties out, and CI reads this one.
-        for cell, entry in zip(self.cells, grid["cells"], strict=True):
-            entry["report"]["passed"] = cell.report.passed
-        Path(path).write_text(json.dumps(grid, indent=2) + "\n", encoding="utf-8")
-
     def __str__(self) -> str:
         """A table: parts, ranks, sizes, the largest difference, and the verdict."""
         table = [["ranks", "parts", "rows", "difference", "in", "verdict"]]
@@ -152,7 +142,7 @@ def splitgrid(
         loss: the loss of a whole batch in plain torch.
         timeout: seconds after which the ranks of a run are killed.
 
-    Returns a grid with ``passed``, ``assert_passed()`` and ``to_json()``.
+    Returns a grid with ``passed`` and ``assert_passed()``.
     """
     shared = SplitArguments(
         step, model, batch, ranks=1, equal=equal, timeout=timeout, loss=loss

@@ -21,7 +21,6 @@ Runs in the caller's thread, or in processes of its own.
 
 from scatterpar.splitting.check import SplitCheck, splitcheck
 from scatterpar.splitting.grid import SplitGrid, splitgrid
-from scatterpar.splitting.terms import term
 from scatterpar.splitting.trainers import of_trainer
 from scatterpar.splitting.values import ValueCheck, valuecheck
 
@@ -32,6 +31,5 @@ __all__ = [
     "of_trainer",
     "splitcheck",
     "splitgrid",
-    "term",
     "valuecheck",
 ]

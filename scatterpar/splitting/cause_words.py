@@ -29,8 +29,6 @@ from scatterpar.splitting.split_results import SplitResults, split_results
 from scatterpar.splitting.step_run import layers_with_batch_statistics
 from scatterpar.splitting.trial import Comparison, Trial
 
-_EXACT = "exact"  # of a term of the loss whose gradient is right
-
 
 def explain(trial: Trial, comparison: Comparison) -> Cause:
     """The first cause that fits; none if only rounding differs.
@@ -68,28 +66,6 @@ def explain(trial: Trial, comparison: Comparison) -> Cause:
             f"differ between parts: draw before splitcheck."
         )
     return Cause(finding.kind.value, why, remedy)
-
-
-def explain_terms(
-    trial: Trial, names: Sequence[str], of_all: Cause
-) -> tuple[Cause, dict[str, str]]:
-    """The cause of the first wrong term, else that of all together.
-
-    Its text begins with the causes of all terms. Returns also these, by name.
-    """
-    settings = trial.runs.settings
-    terms = {}
-    wrong = []
-    for name in names:
-        trial.runs.settings = replace(settings, term=name)
-        cause = explain(trial, trial.compare_again())
-        terms[name] = cause.name or _EXACT
-        if cause.name:
-            wrong.append(replace(cause, why=f"In {name}: {cause.why}"))
-    trial.runs.settings = settings
-    first, *_ = [*wrong, of_all]
-    listed = "; ".join(map(": ".join, terms.items()))
-    return replace(first, why=f"{listed}. {first.why}"), terms
 
 
 Words = tuple[str, str]  # why, and what to write instead

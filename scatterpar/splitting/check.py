@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from scatterpar.splitting.cause_words import explain, explain_terms
+from scatterpar.splitting.cause_words import explain
 from scatterpar.splitting.check_report import SplitReport, report_of
 from scatterpar.splitting.gradients import joined, union
 from scatterpar.splitting.split_arguments import Loss, SplitArguments
@@ -27,15 +27,12 @@ class SplitCheck(SplitReport):
         ratio: the norm of the gradient in parts over that of the whole batch.
         cosine: of the angle between the two.
         wrong: the names of all parameters that differ by more than ``limit``.
-        terms: for each term of the loss its cause, or ``exact``; empty without terms,
-            or if only rounding differs.
     """
 
     parameter: str
     ratio: float
     cosine: float
     wrong: list[str] = field(default_factory=list)
-    terms: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """The verdict, the numbers, the reason, and the remedy: a line each."""
@@ -110,9 +107,6 @@ def check(trial: Trial) -> SplitCheck:
     comparison = trial.compare()
     reference, results, _, parameter = comparison
     cause = explain(trial, comparison)
-    terms: dict[str, str] = {}
-    if cause.name and reference.terms:
-        cause, terms = explain_terms(trial, reference.terms, cause)
     # After the last run, which would restore them.
     trial.runs.leave_numbers()
     expected = reference.gradients
@@ -125,5 +119,4 @@ def check(trial: Trial) -> SplitCheck:
         ratio=float(actual.norm() / whole.norm()),
         cosine=float(torch.cosine_similarity(actual, whole, dim=0)),
         wrong=union(trial.differing(r.gradients, expected) for r in results),
-        terms=terms,
     )

@@ -106,19 +106,6 @@ class SplitRuns:
     def _run(
         self, step: StepFunction, split: Split, settings: Settings
     ) -> list[StepResult]:
-        """Results with the gradients of one term alone, if the settings name one."""
-        results = self._run_once(step, split, replace(settings, term=""))
-        if settings.term:
-            without = self._run_once(step, split, settings)
-            # Gradients are linear in the terms, so the rest can be subtracted.
-            for result, others in zip(results, without, strict=True):
-                for name, gradient in others.gradients.items():
-                    result.gradients[name] = result.gradients[name] - gradient
-        return results
-
-    def _run_once(
-        self, step: StepFunction, split: Split, settings: Settings
-    ) -> list[StepResult]:
         in_double = settings.in_double
         shares = [[self._select(part, in_double) for part in share] for share in split]
         model = self._arguments.model

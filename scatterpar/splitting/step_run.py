@@ -22,7 +22,6 @@ from scatterpar.splitting.operator_modes import (
     WatchedOperators,
     fill_evenly,
 )
-from scatterpar.splitting.terms import Terms
 from scatterpar.splitting.trained_leaves import TrainedGradients, leaves_of_step
 from scatterpar.torch_private.clipping import clipping_replaced
 
@@ -44,8 +43,6 @@ class Settings:
         numbers: what random operators give.
         fixed_shapes: shapes of draws that have no rows, for ``Numbers.VARIED``.
         running_statistics: batch normalisation does not use the statistics of a part.
-        term: the term of the loss that is left out, to compare its gradients; empty
-            for none.
         watch_modules: keep the outputs of modules.
         returns_values: ``step`` returns numbers in the place of gradients.
     """
@@ -54,7 +51,6 @@ class Settings:
     numbers: Numbers = Numbers.CONSTANT
     fixed_shapes: frozenset[Shape] = frozenset()
     running_statistics: bool = False
-    term: str = ""
     watch_modules: bool = False
     returns_values: bool = False
 
@@ -70,7 +66,6 @@ class StepResult:
         has_drawn: whether it has random operators, unless numbers are as drawn.
         draws: the shapes that these drew, without those of dropout.
         uncompared: parameters that got a gradient, and cannot be compared.
-        terms: the names of the terms of the loss.
         moves_weights: whether it runs a backward pass at weights that it has changed.
         moved: the names of parameters and buffers that it changes, and does not train.
         outputs: of modules by name, in the order in which they end, if
@@ -83,7 +78,6 @@ class StepResult:
     has_drawn: bool
     draws: Counter[Shape]
     uncompared: tuple[str, ...]
-    terms: tuple[str, ...]
     moves_weights: bool
     moved: tuple[str, ...]
     outputs: dict[str, Tensor]
@@ -118,16 +112,12 @@ def run_step(
         keep_outputs(model, outputs)
     _seed()
     gradients = TrainedGradients(model, leaves_of_step(model, step))
-    terms = Terms(settings.term)
     repeated = RepeatedNumbers(settings.numbers, settings.fixed_shapes)
     watched = WatchedOperators(settings.in_double)
     returned: Any = None  # of a step that an optimizer ends
     # Gradients last: they catch the end of the step, and the others end as usual.
-    with repeated, watched, clipping_replaced(gradients.clippings), terms, gradients:
+    with repeated, watched, clipping_replaced(gradients.clippings), gradients:
         returned = step(model, batches)
-        # A loop that only logs what it returns has run its backward passes.
-        if not gradients.has_run_backward and not settings.returns_values:
-            terms.run_backward(returned)
         gradients.clippings.end()
     named, uncompared = gradients.result()
     if settings.returns_values:
@@ -139,7 +129,6 @@ def run_step(
         has_drawn=repeated.has_drawn,
         draws=repeated.draws,
         uncompared=tuple(uncompared),
-        terms=tuple(terms.names),
         moves_weights=gradients.moves_weights,
         moved=gradients.moved(),
         outputs=outputs,

@@ -19,7 +19,7 @@ WEIGHTS, PER_ROW = (3, 4), (8,)  # shapes of draws
 
 def result(weight, draws=(), drawn=True):
     gradients = {"weight": torch.tensor([weight]), "bias": torch.ones(2)}
-    return StepResult(gradients, [], None, drawn, Counter(draws), (), (), False, (), {})
+    return StepResult(gradients, [], None, drawn, Counter(draws), (), False, (), {})
 
 
 class Known:

@@ -45,8 +45,6 @@ class CauseKind(enum.Enum):
     SUM_OF_MEANS = "sum of means"
     ONLY_SOME_PARTS = "only some parts"
     RUNNING_SUM = "running sum"
-    # Before a term per part, because a single number may grow as fast by chance.
-    MEAN_OF_RATIOS = "mean of ratios"
     STATE_BETWEEN_PARTS = "state between parts"
     ONCE_PER_PART = "once per part"
     # A factor or weights in a single result, as one of several losses may be wrong. It

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from scatterpar.splitting.check import SplitCheck, check
+from scatterpar.splitting.check import check
+from scatterpar.splitting.check_report import SplitCheck
 from scatterpar.splitting.split_arguments import Loss, SplitArguments
 from scatterpar.splitting.step_run import StepFunction
 from scatterpar.splitting.trial import Trial

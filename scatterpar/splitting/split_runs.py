@@ -35,7 +35,7 @@ class SplitRuns:
     """
 
     def __init__(self, arguments: SplitArguments, num_rows: int) -> None:
-        self.settings = Settings(returns_values=arguments.returns_values)
+        self.settings = Settings()
         self.zeros: Gradients = {}
         self._arguments = arguments
         loss = arguments.loss

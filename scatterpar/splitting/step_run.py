@@ -44,7 +44,6 @@ class Settings:
         fixed_shapes: shapes of draws that have no rows, for ``Numbers.VARIED``.
         running_statistics: batch normalisation does not use the statistics of a part.
         watch_modules: keep the outputs of modules.
-        returns_values: ``step`` returns numbers in the place of gradients.
     """
 
     in_double: bool = True
@@ -52,7 +51,6 @@ class Settings:
     fixed_shapes: frozenset[Shape] = frozenset()
     running_statistics: bool = False
     watch_modules: bool = False
-    returns_values: bool = False
 
 
 @dataclass
@@ -102,8 +100,7 @@ def run_step(
         # Tensors that the step makes without a dtype follow.
         torch.set_default_dtype(torch.float64)
         _convert_to_double(tensors)
-    if not settings.returns_values:  # a user knows the loss of the model
-        _fill_zeros(model)
+    _fill_zeros(model)
     # Hooks stay until the caller restores all that the step has changed, too.
     outputs: dict[str, Tensor] = {}
     if settings.running_statistics:
@@ -114,14 +111,11 @@ def run_step(
     gradients = TrainedGradients(model, leaves_of_step(model, step))
     repeated = RepeatedNumbers(settings.numbers, settings.fixed_shapes)
     watched = WatchedOperators(settings.in_double)
-    returned: Any = None  # of a step that an optimizer ends
     # Gradients last: they catch the end of the step, and the others end as usual.
     with repeated, watched, clipping_replaced(gradients.clippings), gradients:
-        returned = step(model, batches)
+        step(model, batches)
         gradients.clippings.end()
     named, uncompared = gradients.result()
-    if settings.returns_values:
-        named = values_of(returned)
     return StepResult(
         gradients=named,
         drawn=_drawn(),
@@ -156,29 +150,6 @@ def _fill_zeros(model: nn.Module) -> None:
             filled = torch.empty_like(parameter.data)
             fill_evenly(filled, tuple(filled.shape))
             parameter.data = _SMALL * (filled - 0.5)
-
-
-def values_of(returned: Any) -> Gradients:
-    """The numbers that an evaluation returns, by name, in the place of gradients.
-
-    Raises ``TypeError`` for anything else.
-    """
-    named = returned if isinstance(returned, dict) else {"value": returned}
-    values = {}
-    for name, number in named.items():
-        # Numbers of NumPy and of torch, and lists: to pass over these would hide some.
-        try:
-            value = torch.as_tensor(number, dtype=torch.float64).detach()
-        except (TypeError, ValueError, RuntimeError):  # a text, an object
-            continue
-        for position, entry in enumerate(value.flatten()):  # as one per class
-            place = f"[{position}]" if value.numel() > 1 else ""
-            values[f"{name}{place}"] = entry.reshape(1)
-    if not values:
-        raise TypeError(
-            f"evaluate must return a number or a dict of numbers, got {returned!r}"
-        )
-    return values
 
 
 # --- batch normalisation, random numbers ---

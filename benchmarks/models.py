@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scatterpar.train.models import SmallCNN
+from scatterpar.train import SmallCNN
 
 _IMAGE = (1, 28, 28)
 _CLASSES = 10

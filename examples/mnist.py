@@ -94,7 +94,7 @@ def accuracy(model: nn.Module, loader: Batches) -> float:
 
 def content(name: str, header: int) -> Tensor:
     """The bytes of one of the included files, in MNIST's format, as integers."""
-    file = files("scatterpar") / "train" / "embedded" / f"t10k-{name}"
+    file = files("scatterpar") / "embedded" / f"t10k-{name}"
     return torch.frombuffer(
         bytearray(gzip.decompress(file.read_bytes())[header:]), dtype=torch.uint8
     )

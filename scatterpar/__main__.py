@@ -1,4 +1,4 @@
-"""The command line, `python -m scatterpar`: `train`, `predict`, `doctor`, …."""
+"""The command line, `python -m scatterpar`: `train`, `doctor`, `demo`, …."""
 
 from __future__ import annotations
 
@@ -13,28 +13,26 @@ from typing import NoReturn
 import scatterpar
 
 _USAGE = (
-    "usage: python -m scatterpar {train, predict, export, doctor, demo} "
+    "usage: python -m scatterpar {train, doctor, splitcheck, demo} "
     "[options] (each has a --help); --version"
 )
 _HELP = f"""{_USAGE}
 
   train    train a network on images, with all GPUs of this machine; without options
            on the included ones, half a minute on two cores
-  predict  write the classes of images, with what a run of train has learned, as CSV;
-           of folders of classes the accuracy, too
-  export   the model of a run as a file that classifies images without scatterpar
   doctor   what this machine has, whether copies between its devices arrive intact, and
            whether a step is exact
+  splitcheck
+           is the gradient of a training loop in parts, or on several processes, that of
+           the whole batch? FILE:FUNCTION returns step, model, batch
   demo     one batch, accumulated by hand, refused, and counted"""
 _MODULES = {
-    "train": "train.training",
-    "predict": "train.predict",
-    "export": "train.export",
+    "train": "train",
     "doctor": "checkup.doctor",
+    "splitcheck": "splitting.command",
     "demo": "checkup.demo",
 }
-_TOOL = ("train", "predict", "export")
-_NEEDED_BY_TOOL = ("filelock", "matplotlib", "PIL", "tqdm")
+_NEEDED_TO_TRAIN = ("matplotlib", "PIL", "tqdm")
 
 
 def main(arguments: list[str]) -> int:
@@ -48,7 +46,7 @@ def main(arguments: list[str]) -> int:
     if not command:
         print(_HELP)
         return 2
-    if command == "--version" or (command in _TOOL and "--version" in options):
+    if command == "--version" or (command == "train" and "--version" in options):
         torch = importlib.import_module("torch")
         print(f"scatterpar {scatterpar.__version__}, torch {torch.version.__version__}")
         return 0
@@ -66,13 +64,12 @@ def _why_not(command: str) -> str:
         similar = difflib.get_close_matches(command, _MODULES, n=1)
         hint = f"; did you mean {similar[0]}?" if similar else ""
         return f"there is no command {command!r}{hint}; {_USAGE}"
-    if command in _TOOL:
-        for name in _NEEDED_BY_TOOL:
+    if command == "train":
+        for name in _NEEDED_TO_TRAIN:
             if not find_spec(name):
                 return (
-                    f"{name} is not installed, which the training tool needs: pip "
-                    "install -c constraints.txt -e '.[train]' where you cloned "
-                    "scatterpar"
+                    f"{name} is not installed, which train needs: pip install -c "
+                    "constraints.txt -e '.[train]' where you cloned scatterpar"
                 )
     return ""
 

@@ -67,7 +67,7 @@ TOPICS = (
     Topic("splitcheck", "splitcheck.md", ("splitting/",)),
     Topic("Optimizers and learning rates", "recipes.md", ("sharded", "recipe")),
     Topic("Loops of libraries", "other-loops.md", ("integrations/", "loops/")),
-    Topic("Training program", "training-tool.md", ("train",)),
+    Topic("Training program", "training-program.md", ("train",)),
     Topic("Options, devices and threads", "gpus.md", ("",)),
 )
 

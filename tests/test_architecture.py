@@ -228,9 +228,9 @@ NAMES_OF_SEVERAL = {
     *("PLAIN", "REMEDIES", "add", "as_leaf", "count_labels", "difference", "divided"),
     *("is_same", "listed", "name_of", "outputs_of", "shown", "tensors", "verdict_of"),
 }
-# Of loops of libraries, of the tool, and what goes with them.
+# Of loops of libraries, and what goes with them.
 UNREAD = (
-    *("integrations/", "loops/", "train/", "dry_run", "options/batch_groups"),
+    *("integrations/", "loops/", "dry_run", "options/batch_groups"),
     *("pair/recorded_copies", "replicas/handed_on", "replicas/calls_in_backward"),
     *("splitting/command", "splitting/values", "splitting/terms", "step/turns"),
     *("verify/opened_files", "verify/saved_writes", "verify/choice"),
@@ -628,8 +628,9 @@ def test_copies_made_in_one_package():
     """The engine names no method that copies, outside of ``devices``; ``float()`` is
     not found.
 
-    ``splitting`` runs any loop.
+    ``splitting`` runs any loop, and ``train`` is a user of the engine.
     """
+    elsewhere = ("scatterpar.devices", "scatterpar.splitting", "scatterpar.train")
     engine_part = [
         path for path in PACKAGE.rglob("*.py") if level_of(name_of(path)) <= ABOVE
     ]
@@ -637,7 +638,7 @@ def test_copies_made_in_one_package():
     found = [
         f"{name_of(path)}: {copy}"
         for path in engine_part
-        if not name_of(path).startswith(("scatterpar.devices", "scatterpar.splitting"))
+        if not name_of(path).startswith(elsewhere)
         for copy in copies(path)
     ]
     assert not found
@@ -703,6 +704,7 @@ OF_THE_REPOSITORY = {
     "test_size.py": "the meter is no part of the package",
     "test_simulation.py": "several GPUs, of `benchmarks`, are no part of the package",
     "test_types.py": "what type checkers say of the public names",
+    "test_versions.py": "two versions of the package, side by side",
     "test_who.py": "which tests reach a line",
 }
 
@@ -727,7 +729,7 @@ def test_each_test_file_has_its_source():
     )
 
 
-NOTHING_TO_TEST = {"__main__", "version", "train/preloaded"}
+NOTHING_TO_TEST = {"__main__", "version"}
 
 
 def test_each_source_has_its_test_file():

@@ -19,13 +19,13 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from harness.optional import import_torchvision_first
 from torch import nn
 from torch.utils.data import DataLoader
 
 from benchmarks.tables import Table
 from benchmarks.timing import interleaved, ratio, timed
 from scatterpar import ScatterOnceParallel
-from scatterpar.train.libraries import library
 
 DEVICES = ("cpu:0", "cpu:1")
 WAITS = {"5 ms": 0.005, "20 ms": 0.020}
@@ -242,8 +242,7 @@ LOOPS = {
     not all(map(find_spec, NEEDED)), reason="needs the environment of other loops"
 )
 def test_evaluation(benchmark, publish, quick, writes, rounds):
-    if find_spec("torchvision") is not None:
-        library("torchvision")  # PyPI's beside torch's CPU build
+    import_torchvision_first()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     rows = dataset(4 if quick else BATCHES if writes else FEW_BATCHES)

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from scatterpar import ScatterOnceParallel
+from scatterpar.embedded import read_split
 from scatterpar.recipe import (
     gradual_warmup,
     linear_scaled_lr,
     weight_decay_groups,
 )
-from scatterpar.train.data import read_split
-from scatterpar.train.models import OnPixels, SmallCNN
+from scatterpar.train import SmallCNN
 
 # Debian's dataset-fashion-mnist
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
@@ -330,9 +330,10 @@ def images_of(held_out: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @cache
 def fashion_mnist() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """All images to train and to test on, standardised, with their labels."""
-    train_images, train_labels = read_split(FASHION_MNIST, "train").tensors
-    test_images, test_labels = read_split(FASHION_MNIST, "t10k").tensors
+    train_images, train_labels = read_split(FASHION_MNIST, "train")
+    test_images, test_labels = read_split(FASHION_MNIST, "t10k")
     std, mean = torch.std_mean(train_images.double(), correction=0)
-    standardise = OnPixels(nn.Identity(), mean, std)
-    images = standardise(train_images)
-    return images, train_labels, standardise(test_images), test_labels
+    mean = mean.float()
+    std = std.float()
+    images = (train_images - mean) / std
+    return images, train_labels, (test_images - mean) / std, test_labels

@@ -51,8 +51,8 @@ def fork_context() -> Any:
     """Of `multiprocessing`: its processes are forked from the server, or start from
     nothing.
 
-    The training tool's workers come from the same server. Where one of them was first,
-    it has imported less.
+    Other users of the server, such as a loader's workers, come from the same one. Where
+    one of them was first, it has imported less.
     """
     if not has_forks():
         return multiprocessing.get_context("spawn")

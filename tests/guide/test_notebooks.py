@@ -14,7 +14,13 @@ FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 NEEDS = {"3-two-gpus": "bitsandbytes"}
 # PyPI's torchvision, which transformers imports, fails beside torch's CPU build without this.
-STARTUP = "from scatterpar.train.libraries import library\nlibrary('torchvision')\ndel library\n"
+STARTUP = f"""
+import sys
+sys.path.append({str(Path(__file__).parents[1])!r})
+from harness.optional import import_torchvision_first
+import_torchvision_first()
+del sys, import_torchvision_first
+"""
 # What is shorter here, and as it stands: this notebook trains for minutes.
 SHORTER = {"2-contrastive": ("64, 1024, 80, 0.1", "64, 1024, 10, 0.1")}
 SECONDS = 600  # each takes at most two and a half minutes on one idle core

@@ -393,8 +393,8 @@ def test_ultralytics_snippet_is_exact(tmp_path):
     data = tmp_path / "data.yaml"
     data.write_text(f"path: {tmp_path}\ntrain: images\nval: images\nnames: [a, b]\n")
     before = """
-from scatterpar.train.libraries import library
-library("torchvision")  # PyPI's beside torch's CPU build
+from harness.optional import import_torchvision_first
+import_torchvision_first()
 """
     check = f"""
 def fix(trainer):

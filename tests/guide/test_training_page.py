@@ -1,77 +1,69 @@
-"""The commands of docs/training-tool.md run, in their order, on a few pictures."""
+"""The commands and the options of docs/training-program.md are those of the program."""
 
 from __future__ import annotations
 
-import shlex
+import re
 
 import pytest
 import torch
-from faults.processes import run as run_process
+from harness.optional import import_torchvision_first
 from harness.pages import blocks, read
 from harness.pictures import write_folder
 
+from scatterpar import train
 from scatterpar.__main__ import main as command
 
-pytestmark = [pytest.mark.pictures, pytest.mark.draws, pytest.mark.slow]
-PAGE = read("docs/training-tool.md")
-# What makes a run of the page small enough for a test.
-SMALL = ["--epochs", "1", "--image-size", "32", "--workers", "0"]
-SMALL += ["--devices", "cpu:0,cpu:1"]
-# A smaller network, whose weights are not fetched.
-OTHER = {"timm:resnet18": "timm:test_resnet"}
-PLACES = {"runs/RUN": "runs/photos", "PICTURES": "photos/Bag"}
+PAGE = read("docs/training-program.md")
+COMMANDS = blocks(PAGE, "sh")[0].splitlines()
+# What makes a run of the page small, without a hub and a GPU.
+SMALL = [
+    "--epochs",
+    "1",
+    "--workers",
+    "0",
+    "--micro-batch-size",
+    "1024",
+    "--devices",
+    "cpu:0",
+    "cpu:1",
+]
+OF_FILES = ["--img-size", "32", "--model", "test_resnet"]
 
 
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory):
-    """A folder with photos/CLASS, and the runs of the page's first commands."""
-    folder = tmp_path_factory.mktemp("page")
-    (write_folder(folder / "set", train=20, test=1) / "train").rename(folder / "photos")
-    picture = min((folder / "photos" / "Bag").iterdir())
-    (folder / "new.jpg").write_bytes(picture.read_bytes())
-    return folder
+def run(line, *more):
+    start = "python -m scatterpar "
+    assert line.startswith(start)
+    with torch.random.fork_rng():
+        assert command([*line.removeprefix(start).split(), *more]) == 0
 
 
-def commands():
-    lines = "\n".join(blocks(PAGE, "sh")).splitlines()
-    return [line for line in lines if line.startswith("python ")]
+@pytest.mark.draws
+@pytest.mark.slow
+def test_first_and_last_command_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(COMMANDS[0], *SMALL, "--output", "runs/a")
+    run(COMMANDS[3])
 
 
-@pytest.fixture
-def run(photos, monkeypatch):
-    """Run a command of the page in the folder, as small as a test needs it."""
-    monkeypatch.chdir(photos)
-
-    def run_line(line):
-        line = line.replace("--pretrained ", "")
-        _, *words = [PLACES.get(word, OTHER.get(word, word)) for word in line.split()]
-        if words[0] != "-m":
-            ended = run_process(*words)
-            assert ended.code == 0, ended.err
-            return ended.out
-        _, _, name, *options = words
-        if name == "train":
-            options += SMALL
-            if "--val" not in options:
-                options += ["--val", "0.2"]
-        with torch.random.fork_rng():
-            assert command([name, *options]) == 0, shlex.join(options)
-        return ""
-
-    return run_line
+@pytest.mark.draws
+@pytest.mark.pictures
+def test_commands_on_files_run(tmp_path, monkeypatch):
+    import_torchvision_first()
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / "photos")
+    run(COMMANDS[1].replace(" --pretrained", ""), *SMALL, *OF_FILES)
+    pytest.importorskip("datasets", reason="the extra `datasets`")
+    here = COMMANDS[2].replace("food101", str(tmp_path / "photos"))
+    run(here, *SMALL, *OF_FILES, "--output", "runs/b")
 
 
-def test_commands_of_the_page_run_in_order(run, photos):
-    names = [line.split()[3] for line in commands() if "-m scatterpar" in line]
-    assert {"train", "export", "predict"} <= set(names)
-    for line in commands():
-        printed = run(line)
-        if "classify.py" in line:
-            name, label, score = printed.split()
-            assert name == "new.jpg:"
-            assert label in ("Bag", "Sandal", "Trouser")
-            assert 0 < float(score) <= 1
-    assert (photos / "classes.csv").read_text().startswith("file,class,score,error\n")
-    # The page's four lines, from a file to the name of a class.
-    (snippet,) = [text for text in blocks(PAGE, "python") if "load_model" in text]
-    exec(snippet.replace("runs/RUN", "runs/photos"), {})
+def test_table_has_all_options():
+    rows = re.findall(r"^\| (`-.*?) \|", PAGE, re.MULTILINE)
+    named = re.findall(r"`(-.*?)`", " ".join(rows))
+    assert named == [name for names, *_ in train.OPTIONS for name in names.split()]
+
+
+def test_page_names_what_data_may_change():
+    text = PAGE.partition("With `--resume`,")[2].partition("may be other ones")[0]
+    named = {name.removeprefix("--") for name in re.findall("`(.*?)`", text)}
+    assert named == {*train.CHANGEABLE} - {"output", "resume"}

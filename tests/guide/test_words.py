@@ -33,7 +33,6 @@ LATER = {
     "package",
     "splitcheck",
     "trainer",
-    "training-tool",
 }
 PAGES = sorted(page.stem for page in ROOT.glob("docs/*.md") if page.stem not in LATER)
 

@@ -2,10 +2,10 @@
 
 import contextlib
 from importlib.metadata import version
-from importlib.util import find_spec
 
 import pytest
 import torch
+from harness.optional import import_torchvision_first
 from splitting.loop_models import (
     Net,
     Tagger,
@@ -19,10 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from scatterpar import splitcheck
-from scatterpar.train.libraries import library
 
-if find_spec("torchvision") is not None:
-    library("torchvision")  # PyPI's beside torch's CPU build
+import_torchvision_first()
 
 accelerate = pytest.importorskip("accelerate", reason="the extra `transformers`")
 transformers = pytest.importorskip("transformers", reason="the extra `transformers`")

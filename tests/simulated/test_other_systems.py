@@ -40,6 +40,11 @@ multiprocessing.get_all_start_methods = lambda: ["spawn"]
 multiprocessing.context._default_context.set_start_method("spawn", force=True)
 platform.libc_ver = lambda *args, **more: ("", "")
 '''
+READING = """
+signal.SIGCHLD = signal.SIGCLD  # torch's loader asks for the name of the system instead
+from harness.optional import import_torchvision_first
+import_torchvision_first()
+"""
 STEP = """
 import contextlib, torch, scatterpar
 torch.manual_seed(0)
@@ -102,27 +107,30 @@ def test_step_without_posix_is_exact(python):
 
 
 @pytest.mark.slow
-def test_doctor_and_training_tool_work(python):
+def test_doctor_and_training_program_work(python):
     words = python("-m", "scatterpar", "doctor", "--json", "what it found.json")
     assert "fine: the gradient" in words
     assert (python.folder / "what it found.json").exists()
     small = [
-        "--model",
-        "harness.runs:Small",
         "--devices",
-        "cpu:0,cpu:1",
+        "cpu:0",
+        "cpu:1",
         "--epochs",
         "1",
+        "--micro-batch-size",
+        "512",
     ]
-    python("-m", "scatterpar", "train", *small, "--out", "a run")
-    python("-m", "scatterpar", "train", *small, "--resume", "--out", "a run")
+    python("-m", "scatterpar", "train", *small, "--output", "a run")
+    python("-m", "scatterpar", "train", "--resume", "a run")
     assert (python.folder / "a run" / "checkpoint.pt").exists()
 
 
 @pytest.mark.pictures
 def test_reading_processes_are_spawned(python):
     write_folder(python.folder / "my pictures", train=24)
-    few = ["--batch", "24", "--model", "cnn", "--epochs", "1"]
-    few += ["--devices", "cpu:0,cpu:1", "--image-size", "28", "--out", r"a\run of mine"]
+    with (python.folder / "sitecustomize.py").open("a", encoding="utf-8") as file:
+        file.write(READING)
+    few = "--batch-size 24 --model cnn --epochs 1 --devices cpu:0 cpu:1 --img-size 28"
+    few = [*few.split(), "--workers", "2", "--output", r"a\run of mine"]
     python("-m", "scatterpar", "train", "--data", "my pictures", *few)
     assert (python.folder / r"a\run of mine" / "checkpoint.pt").exists()

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 import torch
+from harness.optional import import_torchvision_first
 from splitting.loop_models import Net, images, new, tokens
 
 from scatterpar.splitting import of_trainer
 from scatterpar.splitting.trainers import as_tensors
-from scatterpar.train.libraries import library
 
-if find_spec("torchvision") is not None:
-    library("torchvision")  # PyPI's beside torch's CPU build
+import_torchvision_first()
 
 transformers = pytest.importorskip("transformers", reason="the extra `transformers`")
 

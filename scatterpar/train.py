@@ -1,0 +1,829 @@
+"""Train a network on images, in large batches, with all devices of this machine.
+
+    python -m scatterpar train                                   the included images
+    python -m scatterpar train --data photos --model resnet18 --pretrained
+    python -m scatterpar train --data hfds/food101 --model resnet50 --amp-dtype bfloat16
+    python -m scatterpar train --resume runs/a                   goes on with a run
+
+A run writes into a folder: metrics.jsonl (a line per epoch), curves.png, best.pt (the
+weights of the best epoch) and checkpoint.pt (of the last epoch, for --resume). Ctrl-C
+ends it after the present step. timm reads pictures, and has networks and optimizers.
+"""
+
+# From top to bottom: a run; its options; its images; its network and optimizer. The
+# engine is in `Run.__init__`, `Run._train_epoch` and `Run._test`.
+#
+# The order of the images, how each is varied, and the random numbers of a step are
+# functions of the seed and the epoch. So a resumed run computes the same bits.
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import importlib
+import json
+import math
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from scatterpar import ScatterOnceParallel, embedded
+from scatterpar.recipe import gradual_warmup, linear_scaled_lr, weight_decay_groups
+
+EMBEDDED = "embedded"
+CHECKPOINT = "checkpoint.pt"
+SECONDS_OF_A_LONG_EPOCH = 10.0
+
+
+class UsageError(Exception):
+    """A value or a file of the user's is wrong. The message is one line."""
+
+
+class Stopped(Exception):
+    """A signal ended the run. Its argument is the signal's number."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train as the command line says. Returns the exit code."""
+    try:
+        options, checkpoint = read_options(arguments)
+        run = Run(options, checkpoint)
+        with run.engine:
+            run.train()
+    except UsageError as error:
+        print(f"scatterpar train: error: {error}", file=sys.stderr)
+        return 2
+    except FloatingPointError as error:
+        print(f"diverged: {error}; a lower --lr-base may help", file=sys.stderr)
+        return 1
+    except Stopped as stopped:
+        print(f"stopped after {run.epoch} epochs", file=sys.stderr)
+        if run.epoch:
+            command = f"python -m scatterpar train --resume {run.folder}"
+            print(f"this goes on from there: {command}", file=sys.stderr)
+        return 128 + int(stopped.args[0])
+    return 0
+
+
+class Run:
+    """What is trained, on which images, and what was measured so far.
+
+    Attributes:
+        folder: where the run writes its files.
+        engine: computes gradients and scores, on all devices.
+        records: what was measured, a dictionary per completed epoch.
+
+    Args:
+        options: of the command line.
+        checkpoint: what the run has saved, if it goes on.
+    """
+
+    def __init__(
+        self, options: argparse.Namespace, checkpoint: dict[str, Any] | None = None
+    ) -> None:
+        self.options = options
+        self.folder = Path(options.output)
+        self.data = open_data(options)
+        self.train_batches = ImageBatches(self.data.train, options, is_shuffled=True)
+        self.test_batches = ImageBatches(self.data.test, options, is_shuffled=False)
+        torch.manual_seed(seed_of("run", options.seed))
+        self.network = build_network(options, self.data)
+        self.optimizer, self.scheduler = build_optimizer(
+            options, self.network, self.train_batches
+        )
+        model = OnBytes(self.network, self.data.mean, self.data.std)
+        devices = options.devices or default_devices()
+        kind = torch.device(devices[0]).type
+        self.engine = ScatterOnceParallel(
+            model.to(devices[0]),
+            device_ids=devices,
+            micro_batch_size=options.micro_batch_size,
+            buffers="batch",  # statistics of a whole step, not of a few images
+            check_finite=True,
+        )
+        self.criterion = nn.CrossEntropyLoss()
+        dtype = getattr(torch, options.amp_dtype or "bfloat16")
+        self.autocast = torch.autocast(kind, dtype, enabled=bool(options.amp_dtype))
+        self.scaler = torch.GradScaler(kind, enabled=dtype == torch.float16)
+        # What a step changes, by its name in a checkpoint.
+        self.parts: dict[str, Any] = {
+            "network": self.network,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "scaler": self.scaler,
+        }
+        self.records: list[dict[str, float]] = []
+        if checkpoint is not None:
+            self._load(checkpoint)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--output {self.folder}: {error.strerror}") from error
+
+    @property
+    def epoch(self) -> int:
+        """The number of completed epochs."""
+        return len(self.records)
+
+    def train(self) -> None:
+        """Train until the last epoch, and draw the curves. Raises `Stopped`."""
+        images = self.train_batches.images
+        print(
+            f"writing to {self.folder}: {images:,} images to train on, "
+            f"{self.test_batches.images:,} to test on, {len(self.data.classes)} classes"
+        )
+        print(self.engine.plan(math.ceil(self.train_batches.mean_size)))
+        with (
+            kept_signals() as self.signals,
+            # Without a terminal there is no bar.
+            tqdm(total=self.options.epochs * images, disable=None) as self.bar,
+        ):
+            # The engine calls the criterion for each sub-step: the bar moves in a step.
+            self.criterion.register_forward_hook(
+                lambda _, inputs, __: self.bar.update(len(inputs[0])) and None
+            )
+            try:
+                while self.epoch < self.options.epochs:
+                    self._run_epoch()
+            except RuntimeError:
+                self._stop_if_asked()  # SIGTERM to all processes ends workers, too
+                raise
+            finally:
+                self._draw()
+        best = max(self.records, key=lambda record: record["accuracy"])
+        print(f"best epoch {best['epoch']}: accuracy {best['accuracy']:.2%}")
+
+    def _run_epoch(self) -> None:
+        """Train for an epoch, test, and write the files."""
+        start = time.perf_counter()
+        rate = self.optimizer.param_groups[0]["lr"]
+        train_loss = self._train_epoch()
+        images_per_second = self.train_batches.images / (time.perf_counter() - start)
+        test_loss, accuracy = self._test()
+        best = max((record["accuracy"] for record in self.records), default=-1.0)
+        self.records.append(
+            {
+                "epoch": self.epoch + 1,
+                "train_loss": train_loss,
+                "test_loss": test_loss,
+                "accuracy": accuracy,
+                "learning_rate": rate,
+                "images_per_second": images_per_second,
+            }
+        )
+        if accuracy > best:
+            # As timm's programs read it.
+            weights = {"state_dict": self.network.state_dict()}
+            self._write("best.pt", weights | {"classes": self.data.classes})
+        self._write(CHECKPOINT, self._state())
+        with replaced(self.folder / "metrics.jsonl") as file:
+            for record in self.records:
+                file.write(json.dumps(record).encode() + b"\n")
+        tqdm.write(
+            f"epoch {self.epoch}/{self.options.epochs}: loss {train_loss:.4f}, test "
+            f"loss {test_loss:.4f}, accuracy {accuracy:.2%}, "
+            f"{images_per_second:,.0f} images/s"
+        )
+        # Else the time of a drawing counts.
+        if time.perf_counter() - start > SECONDS_OF_A_LONG_EPOCH:
+            self._draw()
+
+    def _train_epoch(self) -> float:
+        """Train on each image once. Returns the mean loss."""
+        self.engine.train()
+        num_images = 0
+        loss_sum = 0.0
+        for images, labels in self.train_batches.of_epoch(self.epoch):
+            seed = seed_of("step", self.options.seed, self.epoch, num_images)
+            torch.manual_seed(seed)
+            self.optimizer.zero_grad()
+            with self.autocast:
+                loss = self.engine.forward_backward(
+                    images, labels, self.criterion, scaler=self.scaler
+                )
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scheduler.step()
+            num_images += len(labels)
+            loss_sum += float(loss) * len(labels)
+            # The engine's check before a step has moved the bar, too.
+            done = self.epoch * self.train_batches.images + num_images
+            self.bar.update(done - self.bar.n)
+            self.bar.set_postfix(epoch=self.epoch + 1, loss=f"{float(loss):.4f}")
+            self._stop_if_asked()
+        return loss_sum / num_images
+
+    @torch.no_grad()
+    def _test(self) -> tuple[float, float]:
+        """Returns the mean loss, and the part of the images whose class was found."""
+        self.engine.eval()
+        loss_sum = 0.0
+        num_right = 0
+        for images, labels in self.test_batches.of_epoch(0):
+            with self.autocast:
+                scores = self.engine(images).float().cpu()
+            loss_sum += float(cross_entropy(scores, labels, reduction="sum"))
+            num_right += int((scores.argmax(1) == labels).sum())
+            self._stop_if_asked()
+        num_images = self.test_batches.images
+        return loss_sum / num_images, num_right / num_images
+
+    def _stop_if_asked(self) -> None:
+        if self.signals:
+            raise Stopped(self.signals[0])
+
+    def _state(self) -> dict[str, Any]:
+        """Returns what a run needs to go on."""
+        state = {name: part.state_dict() for name, part in self.parts.items()}
+        state["options"] = vars(self.options)
+        state["records"] = self.records
+        state["classes"] = self.data.classes
+        state["images"] = [self.train_batches.images, self.test_batches.images]
+        return state
+
+    def _load(self, checkpoint: dict[str, Any]) -> None:
+        own = self._state()
+        if any(checkpoint[name] != own[name] for name in ("classes", "images")):
+            raise UsageError(
+                f"--data {self.options.data}: it has other images than the run in "
+                f"{self.folder}; pass the folder where they are now"
+            )
+        for name, part in self.parts.items():
+            part.load_state_dict(checkpoint[name])
+        self.records = checkpoint["records"]
+
+    def _write(self, name: str, state: dict[str, Any]) -> None:
+        with replaced(self.folder / name) as file:
+            torch.save(state, file)
+
+    def _draw(self) -> None:
+        """Draw what was measured over epochs."""
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        losses, accuracies = figure.subplots(1, 2)
+        places = {"train_loss": losses, "test_loss": losses, "accuracy": accuracies}
+        for name, axes in places.items():
+            values = [record[name] for record in self.records]
+            axes.plot(range(1, self.epoch + 1), values, "o-", label=name)
+            axes.set(xlabel="epoch")
+            axes.legend()
+        with replaced(self.folder / "curves.png") as file:
+            figure.savefig(file, dpi=120)
+
+
+@contextlib.contextmanager
+def kept_signals() -> Iterator[list[int]]:
+    """Yield a list, to which Ctrl-C and SIGTERM are added. A second signal ends the
+    process.
+    """
+    received: list[int] = []
+
+    def receive(number: int, _: object) -> None:
+        if received:
+            # Not by an exception, which a library that waits for something may catch.
+            os._exit(128 + number)
+        received.append(number)
+        # Not by print, which the signal may have interrupted.
+        os.write(2, b"\nending after this step; again: ending now\n")
+
+    before = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # A background job of a shell ignores SIGINT.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, receive)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[BinaryIO]:
+    """Yield a new file, which replaces `path` when the body ends. At any time `path` is
+    the old file or the new one.
+    """
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())  # or a power cut could leave an empty file
+    os.replace(part, path)
+
+
+def seed_of(*words: object) -> int:
+    """Returns a seed that is a function of the words."""
+    return random.Random(" ".join(map(str, words))).getrandbits(32)
+
+
+# --- options ---
+
+# Names of timm's train.py, if it has the option; kind, default and help of each.
+OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
+    ("--data", str, EMBEDDED, "folder of train/CLASS/ and val/CLASS/; hfds/NAME"),
+    ("--train-split", str, "train", "part to train on, also train[:90%%]"),
+    ("--val-split", str, "validation", "part to test on, also train[90%%:]"),
+    ("--input-key", str, None, "column of the pictures, if it is not image"),
+    ("--target-key", str, None, "column of the classes, if it is not label"),
+    ("--img-size", int, None, "side of the pictures, if it is not the network's"),
+    ("--aa", str, None, "augmentation beside crop and flip, such as rand-m6"),
+    ("-j --workers", int, None, "processes that read pictures (default: 8, or CPUs)"),
+    ("--model", str, None, "cnn, or timm's name (default of pictures: resnet18)"),
+    ("--pretrained", bool, False, "start from timm's weights"),
+    ("-b --batch-size", int, None, "images of a step (default: 4096; pictures: 256)"),
+    ("--micro-batch-size", int, 64, "images of a sub-step of a device"),
+    ("--amp-dtype", str, None, "bfloat16 or float16: autocast"),
+    ("--devices", list, None, "such as cuda:0 cuda:1 (default: all)"),
+    ("--epochs", int, 15, "epochs in all"),
+    ("--warmup-epochs", int, None, "until the rate is reached (default: a fifth)"),
+    ("--opt", str, "sgd", "timm's name of an optimizer"),
+    ("--lr-base", float, None, "learning rate for 256 images (default: by --opt)"),
+    ("--weight-decay", float, 5e-4, "of all but biases and normalisation"),
+    ("--seed", int, 0, "of weights, order and augmentation"),
+    ("--output", str, None, "folder of the run (default: a new one in runs/)"),
+    ("--resume", str, None, "folder of a run that goes on"),
+)
+ABOVE_ZERO = ("img_size", "batch_size", "micro_batch_size", "epochs", "lr_base")
+ZERO_OR_ABOVE = ("workers", "warmup_epochs", "weight_decay")
+# A run that goes on may change these: they do not decide its result.
+CHANGEABLE = ("data", "workers", "devices", "output", "resume")
+LEARNING_RATES = {"sgd": 0.0125, "adamw": 0.001}  # for 256 images
+
+
+def option_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="scatterpar train",
+        usage="python -m scatterpar train [options]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for names, kind, default, text in OPTIONS:
+        how: dict[str, Any] = {"type": kind, "metavar": kind.__name__.upper()}
+        if kind is list:
+            how = {"nargs": "+", "metavar": "STR"}
+        if kind is bool:
+            how = {"action": "store_true"}
+        elif default is not None:
+            text += f" (default: {default})"
+        parser.add_argument(*names.split(), default=default, help=text, **how)
+    return parser
+
+
+def read_options(
+    arguments: Sequence[str],
+) -> tuple[argparse.Namespace, dict[str, Any] | None]:
+    """Returns the options, and the checkpoint of a run that goes on.
+
+    Such a run has the options that it began with. The command line may change those
+    that do not decide its result.
+    """
+    parser = option_parser()
+    options = parser.parse_args(arguments)
+    checkpoint = None
+    if options.resume is not None:
+        checkpoint = read_checkpoint(options.resume)
+        saved = checkpoint["options"]
+        parser.set_defaults(**saved)  # and read the command line over them
+        options = parser.parse_args(arguments)
+        options.output = options.resume
+        for name in saved.keys() - CHANGEABLE:
+            if getattr(options, name) != saved[name]:
+                raise UsageError(
+                    f"{as_argument(options, name)}: the run in {options.resume} has "
+                    f"{saved[name]}; leave it out, or start a new run"
+                )
+    fill_in_defaults(options)
+    check_options(options)
+    if checkpoint is None and (Path(options.output) / CHECKPOINT).exists():
+        raise UsageError(
+            f"--output {options.output}: a run is there; pass --resume "
+            f"{options.output} to go on with it, or another folder"
+        )
+    return options, checkpoint
+
+
+def read_checkpoint(folder: str) -> dict[str, Any]:
+    """Returns what a run has saved."""
+    path = Path(folder) / CHECKPOINT
+    try:
+        # Code in the file is not executed.
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint["options"]["data"]  # another program's file has none
+    except Exception as error:  # torch.load raises many kinds
+        raise UsageError(
+            f"--resume {folder}: {path} cannot be read ({in_a_line(error)}); pass the "
+            "folder of a run that has completed an epoch"
+        ) from error
+    return checkpoint  # type: ignore[no-any-return]
+
+
+def fill_in_defaults(options: argparse.Namespace) -> None:
+    """Set the options whose defaults depend on others."""
+    defaults = {
+        "model": "resnet18",
+        "batch_size": 256,
+        "workers": min(8, os.cpu_count() or 1),
+        "warmup_epochs": min(5, options.epochs // 5),
+        "lr_base": LEARNING_RATES.get(options.opt),
+        "output": time.strftime("runs/train-%Y%m%d-%H%M%S"),
+    }
+    if options.data == EMBEDDED:  # small, and in memory
+        defaults |= {"model": "cnn", "batch_size": 4096, "workers": 0}
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raise a `UsageError` if a value cannot be meant."""
+    problems = {}
+    for name, value in vars(options).items():
+        if name in ABOVE_ZERO and value is not None and not 0 < value < math.inf:
+            problems[name] = "pass a number above zero"
+        if name in ZERO_OR_ABOVE and not 0 <= value < math.inf:
+            problems[name] = "pass zero or a number above it"
+    if options.lr_base is None:
+        problems["opt"] = "its usual rate is not known; pass --lr-base for 256 images"
+    if options.warmup_epochs >= options.epochs:
+        problems["warmup_epochs"] = f"pass a number below --epochs {options.epochs}"
+    if options.amp_dtype not in (None, "bfloat16", "float16"):
+        problems["amp_dtype"] = "pass bfloat16 or float16"
+    if options.data == EMBEDDED and options.img_size:
+        problems["img_size"] = "the included images are used as they are; leave it out"
+    if options.data == EMBEDDED and options.aa:
+        problems["aa"] = "the included images are used as they are; leave it out"
+    if options.model == "cnn" and options.pretrained:
+        problems["model"] = "it has no pretrained weights; pass resnet18, say"
+    for name, problem in problems.items():
+        raise UsageError(f"{as_argument(options, name)}: {problem}")
+
+
+def as_argument(options: argparse.Namespace, name: str) -> str:
+    """Returns an option as the command line has it."""
+    return f"--{name.replace('_', '-')} {getattr(options, name)}"
+
+
+def default_devices() -> list[str]:
+    """Returns all accelerators; without any, two replicas on the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return ["cpu:0", "cpu:1"]
+    numbers = range(torch.accelerator.device_count())
+    return [f"{accelerator.type}:{number}" for number in numbers]
+
+
+# --- images ---
+
+
+class Images(NamedTuple):
+    """Images as bytes (rows, channels, height, width), their labels, and a line for
+    each picture that cannot be read.
+    """
+
+    images: Tensor
+    labels: Tensor
+    unreadable: Sequence[str] = ()
+
+
+class Data(NamedTuple):
+    """What is trained and tested on. A network gets the images standardised, by the
+    mean and the deviation of each channel.
+    """
+
+    train: Dataset[Images]
+    test: Dataset[Images]
+    classes: Sequence[str]
+    shape: tuple[int, int, int]  # channels, height, width
+    mean: Tensor
+    std: Tensor
+
+
+def open_data(options: argparse.Namespace) -> Data:
+    """Returns the images that `--data` names."""
+    if options.data == EMBEDDED:
+        train, test = embedded.load()
+        std, mean = torch.std_mean(train.images.float(), (0, 2, 3), correction=0)
+        parts = InMemory(*train), InMemory(*test)
+        return Data(*parts, list(embedded.CLASSES), (1, 28, 28), mean, std)
+    timm = import_timm(f"--data {options.data}")
+    train = open_reader(timm, options, options.train_split)
+    test = open_reader(timm, options, options.val_split)
+    # timm takes the folder itself in the place of a part that it lacks.
+    if train.root is not None and len({options.data, train.root, test.root}) < 3:
+        raise UsageError(f"--data {options.data}: it lacks a part; {LAYOUT}")
+    classes = list(train.class_to_idx)
+    if classes != list(test.class_to_idx) or len(classes) < 2:
+        raise UsageError(
+            f"--data {options.data}: its parts need the same classes, two at least; "
+            f"they have {classes!s:.200} and {list(test.class_to_idx)!s:.200}"
+        )
+    known = None if options.model == "cnn" else timm.get_pretrained_cfg(options.model)
+    config = timm.data.resolve_data_config(
+        {"img_size": options.img_size}, pretrained_cfg=known.to_dict() if known else {}
+    )
+    return Data(
+        Pictures(train, build_transform(timm, options, config, True), options.seed),
+        Pictures(test, build_transform(timm, options, config, False), options.seed),
+        classes,
+        config["input_size"],
+        mean=255 * torch.tensor(config["mean"]),
+        std=255 * torch.tensor(config["std"]),
+    )
+
+
+def build_transform(
+    timm: Any, options: argparse.Namespace, config: Any, is_training: bool
+) -> Any:
+    """Returns timm's function from a picture to a tensor of bytes."""
+    try:
+        return timm.data.create_transform(
+            **config,
+            is_training=is_training,
+            auto_augment=options.aa,
+            color_jitter=0.0,
+            normalize=False,  # `OnBytes` does it, on the device
+        )
+    except Exception as error:  # assertions and others, of a wrong policy
+        raise UsageError(
+            f"--aa {options.aa}: timm has no such policy ({in_a_line(error)}); pass "
+            "rand-m6-mstd0.5, say"
+        ) from error
+
+
+LAYOUT = (
+    "a data set is a folder with train/CLASS/1.jpg and val/CLASS/2.jpg (splitfolders "
+    "makes one of CLASS/1.jpg), or hfds/NAME"
+)
+
+
+def open_reader(timm: Any, options: argparse.Namespace, split: str) -> Any:
+    """Returns timm's list of the pictures of a split, by row: an open file, a label."""
+    is_folder = os.path.isdir(options.data)
+    if not is_folder and not options.data.startswith("hfds/"):
+        raise UsageError(f"--data {options.data}: there is no such folder; {LAYOUT}")
+    try:
+        dataset = timm.data.create_dataset(
+            "" if is_folder else options.data,
+            root=options.data if is_folder else None,
+            split=split,
+            input_key=options.input_key,
+            target_key=options.target_key,
+        )
+    except Exception as error:  # of timm, of datasets, of the hub
+        raise UsageError(
+            f"--data {options.data}: {in_a_line(error)}; {LAYOUT}"
+        ) from error
+    return dataset.reader
+
+
+class InMemory(Dataset[Images]):
+    """Images that need not be read."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self.images = images
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, piece: tuple[int, list[int]]) -> Images:
+        _, rows = piece
+        return Images(self.images[rows], self.labels[rows])
+
+
+class Pictures(Dataset[Images]):
+    """Pictures in files, which a transform may vary at random."""
+
+    def __init__(self, reader: Any, transform: Any, seed: int) -> None:
+        self.reader = reader
+        self.transform = transform
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    def __getitem__(self, piece: tuple[int, list[int]]) -> Images:
+        epoch, rows = piece
+        images: list[Tensor] = []
+        labels: list[int] = []
+        for row in rows:
+            try:
+                file, label = self.reader[row]
+                with file:
+                    picture = Image.open(file).convert("RGB")
+            except Exception as error:  # Pillow's decoders raise many kinds
+                name = self.reader.filename(row, absolute=True)
+                nothing = torch.empty(0)
+                return Images(nothing, nothing, [f"{name} ({in_a_line(error)})"])
+            # timm draws from all three. So any worker varies a picture alike.
+            seed = seed_of("image", self.seed, epoch, row)
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.manual_seed(seed)
+            images.append(self.transform(picture))
+            labels.append(label)
+        return Images(torch.stack(images), torch.tensor(labels))
+
+
+class ImageBatches:
+    """The batches of a data set, which worker processes read in pieces.
+
+    Attributes:
+        images: the number of images.
+        number: the number of batches of an epoch, whose sizes differ by one at most.
+        mean_size: the mean size of a batch.
+    """
+
+    def __init__(
+        self, data: Dataset[Images], options: argparse.Namespace, *, is_shuffled: bool
+    ) -> None:
+        self.images = len(data)  # type: ignore[arg-type]
+        self.number = math.ceil(self.images / options.batch_size)
+        self.mean_size = self.images / self.number
+        self._seed = options.seed if is_shuffled else None
+        # At most 64 pieces per batch: each is an open file in its worker.
+        self._piece_size = max(64, math.ceil(options.batch_size / 64))
+        self._pieces: list[tuple[int, list[int]]] = []
+        prefetch_factor = None
+        if options.workers:
+            # Workers read about a batch ahead.
+            pieces_per_batch = math.ceil(options.batch_size / self._piece_size)
+            prefetch_factor = max(2, pieces_per_batch // options.workers)
+        self._loader = DataLoader(
+            data,
+            batch_size=None,
+            sampler=self._pieces,
+            num_workers=options.workers,
+            persistent_workers=options.workers > 0,
+            prefetch_factor=prefetch_factor,
+            worker_init_fn=ignore_interrupts,
+        )
+
+    def of_epoch(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield images and labels. Raises a `UsageError` for unreadable pictures."""
+        rows = torch.arange(self.images)
+        if self._seed is not None:
+            seed = seed_of("order", self._seed, epoch)
+            generator = torch.Generator().manual_seed(seed)
+            rows = torch.randperm(self.images, generator=generator)
+        batches = [
+            batch.split(self._piece_size) for batch in rows.tensor_split(self.number)
+        ]
+        # What an iterator of the loader reads.
+        self._pieces[:] = [
+            (epoch, piece.tolist()) for batch in batches for piece in batch
+        ]
+        loader = iter(self._loader)
+        for batch in batches:
+            pieces = [next(loader) for _ in batch]
+            unreadable = [name for piece in pieces for name in piece.unreadable]
+            if unreadable:
+                raise UsageError(
+                    f"cannot be read: {'; '.join(unreadable)}: mend or remove them"
+                )
+            yield (
+                torch.cat([piece.images for piece in pieces]),
+                torch.cat([piece.labels for piece in pieces]),
+            )
+
+
+def ignore_interrupts(_: int) -> None:
+    """Leave Ctrl-C, which reaches all processes of a terminal, to the main process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+# --- network and optimizer ---
+
+
+class OnBytes(nn.Module):
+    """Standardises images for a network, on the device: bytes are copied there."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, network: nn.Module, mean: Tensor, std: Tensor) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("mean", mean.view(-1, 1, 1))
+        self.register_buffer("std", std.view(-1, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Returns the network's scores."""
+        scores: Tensor = self.network((images - self.mean) / self.std)
+        return scores
+
+
+class SmallCNN(nn.Sequential):
+    """Three convolutions and a hidden layer, for images of at least 8 x 8."""
+
+    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
+        channels, height, width = image_shape
+        super().__init__()
+        for outputs in (16, 32, 64):
+            # Without a bias: the normalisation would subtract it.
+            self.append(nn.Conv2d(channels, outputs, 3, padding=1, bias=False))
+            self.append(nn.BatchNorm2d(outputs))
+            self.append(nn.ReLU())
+            self.append(nn.MaxPool2d(2))
+            channels = outputs
+        self.append(nn.Flatten())
+        places = (height // 8) * (width // 8)
+        self.append(nn.Linear(channels * places, 128, bias=False))
+        self.append(nn.BatchNorm1d(128))
+        self.append(nn.ReLU())
+        self.append(nn.Linear(128, classes))
+
+
+def build_network(options: argparse.Namespace, data: Data) -> nn.Module:
+    """Returns the network that `--model` names."""
+    if options.model == "cnn":
+        return SmallCNN(data.shape, len(data.classes))
+    timm = import_timm(f"--model {options.model}")
+    try:
+        network: nn.Module = timm.create_model(
+            options.model,
+            pretrained=options.pretrained,
+            num_classes=len(data.classes),
+            in_chans=data.shape[0],
+            # Of transformers, which are built for a size.
+            pretrained_cfg_overlay={"input_size": data.shape},
+        )
+    except Exception as error:  # of timm, and of the hub
+        near = similar(options.model, timm.list_models())
+        raise UsageError(
+            f"--model {options.model}: {in_a_line(error)}{near}"
+        ) from error
+    return network
+
+
+def build_optimizer(
+    options: argparse.Namespace, network: nn.Module, batches: ImageBatches
+) -> tuple[Optimizer, LRScheduler]:
+    """Returns the optimizer of `--opt`, and its rates: a warm-up, then a cosine."""
+    rate = linear_scaled_lr(options.lr_base, batches.mean_size)
+    if "ada" in options.opt or "lamb" in options.opt:  # as in timm; arXiv:2205.10287
+        rate = options.lr_base * math.sqrt(batches.mean_size / 256)
+    if options.opt == "sgd":
+        groups = weight_decay_groups(network, options.weight_decay)
+        optimizer: Optimizer = torch.optim.SGD(groups, rate, 0.9, nesterov=True)
+    else:
+        timm = import_timm(f"--opt {options.opt}")
+        try:
+            optimizer = timm.optim.create_optimizer_v2(
+                network, options.opt, rate, options.weight_decay
+            )
+        except Exception as error:  # each optimizer has its own
+            near = similar(options.opt, timm.optim.list_optimizers())
+            raise UsageError(
+                f"--opt {options.opt}: {in_a_line(error)}{near}"
+            ) from error
+    warmup_steps = options.warmup_epochs * batches.number
+    cosine_steps = options.epochs * batches.number - warmup_steps
+    scheduler: LRScheduler = CosineAnnealingLR(optimizer, cosine_steps)
+    if warmup_steps:
+        start = rate / (warmup_steps + 1)
+        scheduler = gradual_warmup(optimizer, warmup_steps, start, after=scheduler)
+    return optimizer, scheduler
+
+
+def import_timm(reason: str) -> Any:
+    """Returns timm, whose import takes seconds. Raises a `UsageError` if it is missing,
+    or needs another torchvision.
+    """
+    try:
+        for module in ("timm.data", "timm.optim"):
+            importlib.import_module(module)
+        return importlib.import_module("timm")
+    except (ImportError, RuntimeError) as error:
+        raise UsageError(
+            f"{reason}: it needs timm, and a torchvision for this torch; in a clone of "
+            f"scatterpar, pip install -e '.[images]' ({in_a_line(error)})"
+        ) from error
+
+
+def similar(name: str, names: Iterable[str]) -> str:
+    """Returns a question with those of the names that are similar to a wrong one."""
+    near = difflib.get_close_matches(name, names)
+    return f"; did you mean {', '.join(near)}?" if near else ""
+
+
+def in_a_line(error: BaseException) -> str:
+    """Returns an error's message in one line, or its class if it has no message."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -101,7 +101,7 @@ def test_memory_snippet_as_plain_torch():
     model = build(lambda: Captioner(FEATURES, CLASSES))
     images, labels = randn(32, FEATURES), randint(CLASSES, 32)
     criterion = nn.CrossEntropyLoss()
-    names = {"model": model, "images": images, "labels": labels}
+    names = {"torch": torch, "model": model, "images": images, "labels": labels}
     names |= {"criterion": criterion, "ScatterOnceParallel": ScatterOnceParallel}
     exec(MEMORY, names)
     engine = names["engine"]

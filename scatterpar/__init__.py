@@ -28,7 +28,8 @@ from scatterpar.recipe import (
 )
 from scatterpar.report import StepReport
 from scatterpar.sharded import ShardedOptimizer
-from scatterpar.splitting.check import SplitCheck, splitcheck
+from scatterpar.splitting.check import splitcheck
+from scatterpar.splitting.check_report import SplitCheck
 from scatterpar.step.loss_weights import count_labels
 from scatterpar.verify.gradient_check import GradientCheck
 from scatterpar.version import __version__ as __version__

@@ -13,7 +13,7 @@ from typing import NoReturn
 import scatterpar
 
 _USAGE = (
-    "usage: python -m scatterpar {train, doctor, splitcheck, demo} "
+    "usage: python -m scatterpar {train, doctor, demo} "
     "[options] (each has a --help); --version"
 )
 _HELP = f"""{_USAGE}
@@ -22,14 +22,10 @@ _HELP = f"""{_USAGE}
            on the included ones, half a minute on two cores
   doctor   what this machine has, whether copies between its devices arrive intact, and
            whether a step is exact
-  splitcheck
-           is the gradient of a training loop in parts, or on several processes, that of
-           the whole batch? FILE:FUNCTION returns step, model, batch
   demo     one batch, accumulated by hand, refused, and counted"""
 _MODULES = {
     "train": "train",
     "doctor": "checkup.doctor",
-    "splitcheck": "splitting.command",
     "demo": "checkup.demo",
 }
 _NEEDED_TO_TRAIN = ("matplotlib", "PIL", "tqdm")

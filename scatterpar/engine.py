@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from scatterpar.batch.batch import batch_of
 from scatterpar.batch.markers import count_rows
+from scatterpar.calls.call import CallOptions, Calls
 from scatterpar.devices.device_ids import DeviceLike, resolve
 from scatterpar.devices.links import check_links
 from scatterpar.devices.memory import clear_frames
@@ -44,6 +45,7 @@ from scatterpar.options.assigned_options import fixed, option
 from scatterpar.options.auto_accum import AutoAccum, Search
 from scatterpar.options.batch_groups import BatchGroups
 from scatterpar.options.call_arguments import (
+    Arguments,
     explaining_keywords,
     read_arguments,
     same_arguments,
@@ -99,6 +101,12 @@ from scatterpar.verify.gradient_check import (
 )
 from scatterpar.verify.verifier import Choice, Verifier
 from scatterpar.wrapper import ModuleT, Wrapper
+
+_BELONGS_TO_STEPS = (
+    'buffers="batch" and a process_group belong to steps: a call with a graph has '
+    "neither; use forward_backward(inputs, targets, criterion), or call the engine "
+    "under torch.no_grad()"
+)
 
 # per rank: rank r numbers its replicas from r * this, for their seeds
 _MAX_REPLICAS = 2**16
@@ -282,6 +290,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
     _transient = (
         "_workers",
         "_replicas",
+        "_calls",
         "_verifier",
         "_one_pass",
         "_loss_watch",
@@ -298,6 +307,9 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             compile_fn=self._compile_fn,
         )
         self._replicas = Replicas(self.device_ids, options)
+        self._calls = Calls(
+            self.module, self.device_ids, self._replicas.of_model, self._workers
+        )
         self._init_verifier()
         self._one_pass = self._made_schedule(self._options)
         self._loss_watch = LossWatch(self.module)
@@ -595,6 +607,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 loaders = self._scattered(attempt)
             with attempt.phase("replicate"):  # 3
                 number = schedule.replicas_of_criterion
+                self._calls.gradients.disconnect(self._replicas.of_model)
                 self._replicas.refresh(
                     self.module, request.criterion, transfers, number
                 )
@@ -707,10 +720,15 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
 
     @never_compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Inference: scatter once, run in micro-batches without a graph, gather to the
-        master.
+        """Call the module with the rows divided over the replicas, as
+        ``nn.DataParallel`` does.
 
-        With ``accum="auto"`` a call that runs out of memory starts again with more
+        With a graph if grad mode is on and a parameter or an input requires grad: each
+        replica runs its rows in one pass, and ``backward()`` adds the gradients of all
+        replicas to the parameters, outside of ``no_sync()``. In training mode without a
+        graph rows and random numbers are the same. In evaluation mode without a graph,
+        or with ``buffers="batch"`` or a ``process_group``, rows run in micro-batches,
+        and with ``accum="auto"`` a call that runs out of memory starts again with more
         sub-steps.
 
         Args:
@@ -721,28 +739,63 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
 
         Returns:
             The module's output for the whole batch, in the same nested types, on the
-            master, in row order. 0-dim tensors are averaged over the rows. If the
-            inputs have ``Rows`` or another marker with rows, lists with one entry per
-            row are concatenated.
+            master, in row order. 0-dim tensors are combined as a loss is. If the inputs
+            have ``Rows`` or another marker with rows, lists with one entry per row are
+            concatenated.
 
         Raises:
-            ValueError: outputs that cannot be joined, or several batches.
-            RuntimeError: a call in training mode with grad enabled; use
-                ``forward_backward`` there.
+            ValueError: outputs that cannot be joined, or several batches; with a graph,
+                ``buffers="batch"``, a ``process_group``, or an ``nn.SyncBatchNorm`` in
+                training mode.
 
         Example:
-            >>> model = nn.Linear(4, 2).eval()
+            >>> model = nn.Linear(4, 2)
             >>> engine = ScatterOnceParallel(model, device_ids=["cpu"] * 2)
-            >>> engine(torch.randn(5, 4)).shape
-            torch.Size([5, 2])
+            >>> loss = engine(torch.randn(5, 4)).square().mean()
+            >>> loss.backward()
+            >>> model.weight.grad.shape
+            torch.Size([2, 4])
         """
-        if self.module.training and torch.is_grad_enabled():
-            raise RuntimeError(
-                "calling the engine computes no gradients: to train, use "
-                "engine.forward_backward(inputs, targets, criterion); for inference, "
-                "call engine.eval() first or use torch.no_grad()"
-            )
+        arguments = read_arguments(inputs, kwargs)
+        is_of_ranks = self._ranks is not None or self.buffer_policy == "batch"
+        if self._calls.has_graph(arguments):
+            if is_of_ranks:
+                raise ValueError(_BELONGS_TO_STEPS)
+            return self._called(self.module, arguments)
+        if not is_of_ranks and any(part.training for part in self.module.modules()):
+            return self._called(self.module, arguments)
         return self._map(self.module, inputs, kwargs)
+
+    def _called(self, module: nn.Module, arguments: Arguments) -> Any:
+        """A call of the module, or of a part of it, by all replicas."""
+        options = CallOptions(self.dim, self.shares, self.verify, self.check_finite)
+        output = self._calls.call(module, arguments, options)
+        if self._calls.last_report is not None:
+            self.last_step = self._calls.last_report
+        return output
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """In the body, backward passes of calls leave gradients at their replicas.
+
+        For accumulation: all passes except the last one before an optimizer's step. The
+        first pass outside adds all that waits. A ``zero_grad`` drops it. Other changes
+        of ``.grad`` by then, such as clipping, are a ``RuntimeError``.
+
+        Example:
+            >>> model = nn.Linear(4, 2)
+            >>> engine = ScatterOnceParallel(model, device_ids=["cpu"] * 2)
+            >>> with engine.no_sync():
+            ...     engine(torch.randn(5, 4)).mean().backward()
+            >>> engine(torch.randn(5, 4)).mean().backward()
+        """
+        with self._calls.gradients.no_sync():
+            yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, those that wait at the replicas, too."""
+        self._calls.gradients.drop_waiting()
+        super().zero_grad(set_to_none)
 
     @never_compiled
     def map(

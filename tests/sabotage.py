@@ -68,6 +68,24 @@ class Sabotage:
 SABOTAGES = [
     # --- exact ---
     Sabotage(
+        name="numbers to log are added up without weights",
+        promise="exact",
+        file="step/logged_numbers.py",
+        place="NumbersOfShare.weighted",
+        text="sums[name] += weight * number",
+        replacement="sums[name] += number",
+        seen_by="test_numbers_are_of_the_whole_batch",
+    ),
+    Sabotage(
+        name="a criterion that logs has its numbers dropped by a CUDA graph",
+        promise="exact",
+        file="options/cuda_graphs.py",
+        place="GraphedSubsteps._taped",
+        text="if numbers:",
+        replacement="if False:",
+        seen_by="test_captured_steps_log",
+    ),
+    Sabotage(
         name="a tape that compares nothing",
         promise="exact",
         file="options/tape.py",

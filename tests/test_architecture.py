@@ -704,7 +704,6 @@ OF_THE_REPOSITORY = {
     "test_size.py": "the meter is no part of the package",
     "test_simulation.py": "several GPUs, of `benchmarks`, are no part of the package",
     "test_types.py": "what type checkers say of the public names",
-    "test_versions.py": "two versions of the package, side by side",
     "test_who.py": "which tests reach a line",
 }
 

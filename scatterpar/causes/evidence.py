@@ -45,8 +45,6 @@ class CauseKind(enum.Enum):
     SUM_OF_MEANS = "sum of means"
     ONLY_SOME_PARTS = "only some parts"
     RUNNING_SUM = "running sum"
-    # Before a term per part, because a single number may grow as fast by chance.
-    MEAN_OF_RATIOS = "mean of ratios"
     STATE_BETWEEN_PARTS = "state between parts"
     ONCE_PER_PART = "once per part"
     # A factor or weights in a single result, as one of several losses may be wrong. It
@@ -93,7 +91,8 @@ class Growth(NamedTuple):
         """Whether a term that counts in each part or rank explains it."""
         # Without growth any difference would fit.
         is_flat = math.isclose(self.expected, 1, abs_tol=_SAME_GROWTH)
-        is_expected = math.isclose(self.factor, self.expected, rel_tol=_ROUGHLY)
+        is_near = math.isclose(self.factor, self.expected, rel_tol=_ROUGHLY)
+        is_expected = is_near and math.isfinite(self.factor)
         # The same direction, because any difference may grow as fast by chance.
         return is_expected and not is_flat and self.cosine >= _ALIKE
 

@@ -159,7 +159,7 @@ compared with that of one backward pass over all texts.
 {indent}no error and no warning; the gradient is off by {findings.by_hand:.0%}
 
 2. engine.forward_backward(words, labels, criterion)
-{indent}before a step, a few rows are computed at once and in parts; they are those
+{indent}before a step, a few rows are computed in one piece and in parts; they are those
 {indent}whose labels differ most in number, so this error is larger than that of 1.:
 
 {refusal}

@@ -46,6 +46,10 @@ class Inconclusive(Exception):
         return str(self).strip().partition("\n")[0][:_SHOWN_LENGTH].rstrip(".")
 
 
+class SaysNothing(Inconclusive):
+    """These rows say nothing of how losses combine. Others may."""
+
+
 class OnlyRounding(Inconclusive):
     """Rounding changes the gradient so much that it is nothing else."""
 

@@ -645,13 +645,8 @@ class GraphedSubsteps(Substeps):
             for position, leaf in enumerate(leaves)
             if leaf.grad is not None
         }
-        why = ""
-        if self._numbers.has_any():
-            why = _LOGS
-        elif any(grad.layout != torch.strided for grad in gradients.values()):
-            why = "has sparse gradients"
-        if why:
-            self._refuse(why)
+        if any(grad.layout != torch.strided for grad in gradients.values()):
+            self._refuse("has sparse gradients")
             for leaf, gradient in zip(leaves, earlier, strict=True):
                 if gradient is not None:
                     leaf.grad = gradient if leaf.grad is None else gradient + leaf.grad

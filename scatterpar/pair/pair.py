@@ -25,6 +25,7 @@ from scatterpar.batch.batch import batch_of
 from scatterpar.batch.joining import join_rows
 from scatterpar.batch.markers import count_rows
 from scatterpar.batch.refused_outputs import refuse_generators
+from scatterpar.calls.copies_in_graph import AutogradTransfers
 from scatterpar.devices.bits import same_bits
 from scatterpar.devices.copies import to_device
 from scatterpar.devices.device_ids import DeviceLike, resolve
@@ -36,7 +37,6 @@ from scatterpar.objects.walk import register_wrapper
 from scatterpar.option_checks import check_int
 from scatterpar.pair.lost_state import LostState
 from scatterpar.pair.recorded_copies import (
-    AutogradTransfers,
     PassingReplica,
     combine,
     note_rows,

@@ -7,7 +7,7 @@ inputs that require grad. ``gather`` uses ``to_device``, which autograd records 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.batch.batch import batch_of
+from scatterpar.calls.copies_in_graph import AutogradTransfers
 from scatterpar.devices.copies import write
 from scatterpar.devices.streams import current_streams, use_device
 from scatterpar.devices.transfers import Transfers
@@ -289,27 +290,6 @@ def combine(losses: Sequence[Tensor], weights: Sequence[float], plan: Plan) -> T
     return torch.stack(terms).sum()
 
 
-class AutogradTransfers(Transfers):
-    """Transfers that autograd records: gradients are copied back to the source."""
-
-    def copy(
-        self,
-        tensor: Tensor,
-        device: torch.device,
-        phase: str,
-        origin: torch.device | None = None,
-    ) -> Tensor:
-        """A copy of ``tensor`` on ``device``, from ``origin`` if that is virtual.
-
-        It is in autograd's graph if ``tensor`` requires grad.
-        """
-        if not tensor.requires_grad:
-            return super().copy(tensor, device, phase)
-        origin = origin or tensor.device
-        copied: Tensor = _CopyInGraph.apply(tensor, origin, device, super().copy)  # type: ignore[no-untyped-call]
-        return copied
-
-
 class _ConnectCopies(torch.autograd.Function):
     """Connect the replicas' copies to the master's tensor.
 
@@ -345,35 +325,6 @@ class _ConnectCopies(torch.autograd.Function):
             total = sum_in_order(by_replica, devices, Transfers(), in_place=False)
         of_copies = [None] * len(gradients)
         return None, total.get(0), *of_copies
-
-
-class _CopyInGraph(torch.autograd.Function):
-    """A copy from one memory to another. The backward pass copies the gradient back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: Tensor,
-        origin: torch.device,
-        device: torch.device,
-        copy: Callable[..., Tensor],
-    ) -> Tensor:
-        # The origin is passed, because the virtual devices are one device of torch's.
-        ctx.origin = origin
-        ctx.device = device
-        ctx.streams = current_streams()
-        return copy(tensor, device, "compute")
-
-    @staticmethod
-    @never_compiled  # a compiled function may call ``backward()``
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = gradients
-        with use_device(ctx.device, ctx.streams):
-            # In a graph of its own, for a second derivative.
-            copied = AutogradTransfers().copy(
-                gradient, ctx.origin, "compute", ctx.device
-            )
-        return copied, None, None, None
 
 
 def _leaf_like(original: Tensor, value: Tensor, _: Any) -> Tensor:

@@ -245,6 +245,26 @@ class Broadcast:
         self._sent = dict(enumerate(present))
         self._last = comparison
 
+    def send_written(self, unseen: Set[int], transfers: Transfers) -> None:
+        """Send the tensors whose versions have changed since they were sent, and those
+        of ``unseen``, whose versions do not tell.
+
+        No value is read, as ``compare`` does. After a first ``update``.
+        """
+        if not self._copies:
+            return
+        present = versions(self._tensors)
+        written = {n for n, sent in self._sent.items() if sent != present[n]}
+        changed = written.union(unseen)
+        if len(self._sent) < len(present):
+            changed = set(range(len(present)))
+        if not changed:
+            return
+        sent = self._sent
+        self.invalidate()  # until all are sent
+        self._send(self.memories[0], changed, transfers)
+        self._sent = sent | {number: present[number] for number in changed}
+
     def _fingerprints(self, device: torch.device, compared: _Compared) -> Fingerprints:
         tensors = self.at(device)
         words: dict[int, Tensor] = {}

@@ -25,11 +25,10 @@ def set_computed(module: nn.Module, hook: Any) -> None:
 
     Call it under ``torch.no_grad()``.
     """
+    name = name_of_computed(hook)
     if isinstance(hook, WeightNorm):
-        name = hook.name
         weight = hook.compute_weight(module)
     else:
-        name = hook._tensor_name
         weight = hook.apply_mask(module)
     present = getattr(module, name)
     if present.shape == weight.shape and present.device == weight.device:
@@ -38,6 +37,12 @@ def set_computed(module: nn.Module, hook: Any) -> None:
         present.data = weight
     else:
         setattr(module, name, weight)
+
+
+def name_of_computed(hook: Any) -> str:
+    """The attribute that ``hook`` computes."""
+    name: str = hook.name if isinstance(hook, WeightNorm) else hook._tensor_name
+    return name
 
 
 def computing_hooks(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import starmap
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from scatterpar.devices.coalescing import copy_each, messages, to_host
 from scatterpar.devices.streams import is_async
 from scatterpar.devices.transfers import Transfers
 from scatterpar.devices.virtual_devices import physical
+from scatterpar.devices.write_counters import versions
 from scatterpar.errors import restored
 from scatterpar.look_steps import is_look_step
 from scatterpar.objects.snapshot import Snapshot, ValueChange
@@ -269,6 +270,7 @@ class ReplicaSet:
         synchronised: the user's ``nn.SyncBatchNorm`` layers.
         computed: the user's modules with weights that hooks compute, and the hooks.
         handed_on: what calls in turn hand on to each other.
+        sends: how often values were sent by ``send``.
         has_gradients: whether the user's tensors had gradients when the step began.
         calls_in_backward: of the user's modules, while replicas take turns.
         guard: refuses forward passes that write parameters.
@@ -300,6 +302,7 @@ class ReplicaSet:
         self.calls_in_backward = CallsInBackward((), ())
         # Data that calls in turn have written: replicas do not have it.
         self._lacks_data = False
+        self.sends = 0
 
     def follow(
         self,
@@ -307,16 +310,18 @@ class ReplicaSet:
         device_ids: tuple[torch.device, ...],
         *,
         ignores_data: bool = False,
+        may_lack_data: bool = False,
     ) -> None:
         """Make the replicas match ``root``, except in values of tensors.
 
         With ``ignores_data`` also except in data that the modules keep as attributes,
-        such as a list of losses: for calls of the user's own modules.
+        such as a list of losses: for calls of the user's own modules. Replicas that
+        ``may_lack_data`` need not have copies of data that was shared before.
         """
         self.calls_in_backward.end()  # of a try that has failed
         # By identity: an equal module has other parameters.
         is_new = root is not self.root or device_ids != self.device_ids
-        is_new |= self._lacks_data and not ignores_data
+        is_new |= self._lacks_data and not (ignores_data or may_lack_data)
         self._ignores_data = ignores_data
         self.root = root
         self.device_ids = device_ids
@@ -341,6 +346,7 @@ class ReplicaSet:
         # Before the replicas refresh their buffers from these copies.
         self.broadcast.update(transfers, comparison)
         self._sends += 1
+        self.sends += 1
         handing_on = Transfers()
         transfers.follow(handing_on)  # calls in turn copy in threads of their own
         mode = self.flags, tuple(self._required)
@@ -350,6 +356,19 @@ class ReplicaSet:
             for large in replica.large:
                 large.reads_all = reads_all
             replica.refresh()
+
+    def share_written_data(self) -> None:
+        """Let the replicas share data that a call has left in the user's modules."""
+        assert self._state is not None
+        if not self._state.unchanged() and self._state.value_changes() is None:
+            self._follow_data()
+
+    def changed_containers(self) -> Iterator[tuple[int, Any, Any]]:
+        """Yield number, container and earlier contents of each of the user's containers
+        that has changed since the replicas followed it.
+        """
+        if self._state is not None and not self._state.unchanged():
+            yield from list(self._state.changed())
 
     def exchanges_statistics(self) -> bool:
         """Whether one of its ``nn.SyncBatchNorm`` layers is in training mode."""
@@ -650,16 +669,20 @@ class Replica(ModuleCopy):
         self._sources: list[Tensor] = []
         self.large: list[LargeCopy] = []
         self._own: list[int] = []  # both kinds, by number
+        self._source_of: dict[int, Tensor] = {}
+        self._own_versions: Sequence[int]  # as of the last refresh
         for number, tensor in enumerate(self.tensors):
             source = sources[number]
             if storages[number] is source:  # a parameter in shared memory
                 continue
             self._own.append(number)
+            self._source_of[number] = source
             if may_stay(tensor, source):
                 self.large.append(LargeCopy(tensor, source))
             else:
                 self._private.append(tensor)
                 self._sources.append(source)
+        self._own_versions = [-1] * len(self._own)
         # Cut once: ``refresh`` puts exchanged storages back, so shapes stay.
         self._messages = messages(dict(enumerate(self._private)))
         super().__init__(replica_set.contents, self.tensors, replica_set.compiler)
@@ -695,7 +718,41 @@ class Replica(ModuleCopy):
         for large in self.large:
             if large.find_difference():
                 large.refresh()
+        self._own_versions = versions([self.tensors[number] for number in self._own])
         self.clear_records()
+
+    def refresh_written(self, changed: Set[int], *, reads_values: bool) -> None:
+        """Undo what a forward pass rebound, and copy the sources of buffers.
+
+        Copied are those of ``changed``, by number, and those that the replica has
+        written; with ``reads_values`` all, as by ``refresh``. A graph that has saved a
+        buffer stays valid.
+        """
+        if not self.is_as_refreshed():
+            for tensor, storage in self._places:
+                if not tensor.is_set_to(storage):
+                    tensor.data = storage
+            self.set_requires_grad(self._slots)
+            self.state.restore()
+        own = [self.tensors[number] for number in self._own]
+        present = versions(own)
+        large = {id(of_large.copy): of_large for of_large in self.large}
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        with version_counters_kept(own):
+            for number, tensor, now, refreshed in zip(
+                self._own, own, present, self._own_versions, strict=True
+            ):
+                is_written = number in changed or now != refreshed
+                if id(tensor) in large:
+                    of_large = large[id(tensor)]
+                    if is_written or (reads_values and of_large.find_difference()):
+                        of_large.refresh()
+                elif is_written or reads_values:
+                    targets.append(tensor)
+                    sources.append(self._source_of[number])
+            copy_each(targets, sources)
+        self._own_versions = present
 
     def own_tensors(self) -> dict[int, Tensor]:
         """The tensors that no other replica reads, such as buffers, by number."""

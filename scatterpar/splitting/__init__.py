@@ -6,8 +6,7 @@ Imports ``causes`` and the packages below it: neither steps nor replicas.
 
 Runs in the caller's thread, or in processes of its own.
 
-- ``check`` compares, and reports; ``grid`` checks several splits, ``command`` from a
-  shell; ``values`` compares numbers in the place of gradients;
+- ``check`` compares, and reports; ``grid`` checks several splits;
 - ``trainers`` runs a library's trainer as a step, of which ``library_steps`` has the
   lines for each library;
 - ``row_parts`` cuts the rows of the batch;
@@ -19,19 +18,15 @@ Runs in the caller's thread, or in processes of its own.
   ``split_causes`` asks the questions, and ``cause_words`` has the words.
 """
 
-from scatterpar.splitting.check import SplitCheck, splitcheck
+from scatterpar.splitting.check import splitcheck
+from scatterpar.splitting.check_report import SplitCheck
 from scatterpar.splitting.grid import SplitGrid, splitgrid
-from scatterpar.splitting.terms import term
 from scatterpar.splitting.trainers import of_trainer
-from scatterpar.splitting.values import ValueCheck, valuecheck
 
 __all__ = [
     "SplitCheck",
     "SplitGrid",
-    "ValueCheck",
     "of_trainer",
     "splitcheck",
     "splitgrid",
-    "term",
-    "valuecheck",
 ]

@@ -29,8 +29,6 @@ from scatterpar.splitting.split_results import SplitResults, split_results
 from scatterpar.splitting.step_run import layers_with_batch_statistics
 from scatterpar.splitting.trial import Comparison, Trial
 
-_EXACT = "exact"  # of a term of the loss whose gradient is right
-
 
 def explain(trial: Trial, comparison: Comparison) -> Cause:
     """The first cause that fits; none if only rounding differs.
@@ -52,11 +50,7 @@ def explain(trial: Trial, comparison: Comparison) -> Cause:
     results = split_results(trial, comparison)
     finding, failures = first_finding(results, questions_of(results))
     why, remedy = _words(finding, results)
-    if results.are_values:
-        remedy = _REMEDIES_OF_VALUES.get(finding.kind, remedy)
-    else:
-        why += _effect_on_optimizers(finding)
-    why = prefix + why
+    why = f"{prefix}{why}{_effect_on_optimizers(finding)}"
     if failures and finding.kind is CauseKind.UNKNOWN:
         problem = f"{type(failures[0]).__name__}: {failures[0]}".splitlines()[0]
         why += f" Some causes could not be tested: step raised {problem}"
@@ -68,28 +62,6 @@ def explain(trial: Trial, comparison: Comparison) -> Cause:
             f"differ between parts: draw before splitcheck."
         )
     return Cause(finding.kind.value, why, remedy)
-
-
-def explain_terms(
-    trial: Trial, names: Sequence[str], of_all: Cause
-) -> tuple[Cause, dict[str, str]]:
-    """The cause of the first wrong term, else that of all together.
-
-    Its text begins with the causes of all terms. Returns also these, by name.
-    """
-    settings = trial.runs.settings
-    terms = {}
-    wrong = []
-    for name in names:
-        trial.runs.settings = replace(settings, term=name)
-        cause = explain(trial, trial.compare_again())
-        terms[name] = cause.name or _EXACT
-        if cause.name:
-            wrong.append(replace(cause, why=f"In {name}: {cause.why}"))
-    trial.runs.settings = settings
-    first, *_ = [*wrong, of_all]
-    listed = "; ".join(map(": ".join, terms.items()))
-    return replace(first, why=f"{listed}. {first.why}"), terms
 
 
 Words = tuple[str, str]  # why, and what to write instead
@@ -116,8 +88,6 @@ def _words(finding: Finding, results: SplitResults) -> Words:
             return _rows_are_compared(results)
         case CauseKind.STATE_BETWEEN_PARTS:
             return _state_between_parts(results)
-        case CauseKind.MEAN_OF_RATIOS:
-            return _RATIOS
     return _MOVED if results.moves_weights else _UNKNOWN
 
 
@@ -147,9 +117,8 @@ def _wrong_with_one_part(results: SplitResults) -> Words:
 def _ranks_differ(finding: Finding, results: SplitResults) -> Words:
     is_all = results.is_everything(finding.names)
     place = "any parameter" if is_all else listed(finding.names)
-    compared = "values" if results.are_values else "gradients"
     return (
-        f"The ranks end with different {compared} of {place}: they were not averaged.",
+        f"The ranks end with different gradients of {place}: they were not averaged.",
         "call the DDP module, not model.module or parameters outside of it, and keep "
         "the last backward() out of no_sync(); clip after the average.",
     )
@@ -247,26 +216,6 @@ _UNKNOWN = (
     "compare the parameters one by one, and look for state that one part changes for "
     "the next.",
 )
-
-_RATIOS = (
-    "The loop takes a mean of the numbers of the parts, and that of the whole batch is "
-    "no mean of them: it is a ratio, a root or an exponential.",
-    "compute a perplexity, an F-score or another ratio once, from sums over all parts.",
-)
-_SUMS_OF_PARTS = (
-    "add up the sums of all parts and their numbers of terms, and divide once."
-)
-_REMEDIES_OF_VALUES = {
-    CauseKind.RANKS_DIFFER: (
-        "reduce sums and numbers of terms over all ranks, and divide on each of them."
-    ),
-    CauseKind.ONLY_SOME_PARTS: (
-        "evaluate all batches, also the last one, which may be smaller (drop_last)."
-    ),
-    CauseKind.MEAN_OF_MEANS: _SUMS_OF_PARTS,
-    CauseKind.OTHER_WEIGHTS: _SUMS_OF_PARTS,
-    CauseKind.UNKNOWN: _RATIOS[1],
-}
 
 
 # --- a constant factor ---
@@ -392,11 +341,8 @@ def _weights_in_words(
         )
     elif kind is CauseKind.MEAN_OF_MEANS and counted.words == "rows":
         remedy += " If your loader gives equal parts only (drop_last), pass equal=True."
-    weighing = "the loop weighs the parts"
-    if results.are_values:
-        weighing = "the evaluation takes the parts, weighted"
     return (
-        f"{_place(results, finding.names)} {weighing} "
+        f"{_place(results, finding.names)} the loop weighs the parts "
         f"{shown(results, weights.computed)}, the whole batch "
         f"{shown(results, weights.right)}.{repeated}",
         remedy,

@@ -2,48 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
-from scatterpar.splitting.cause_words import explain, explain_terms
-from scatterpar.splitting.check_report import SplitReport, report_of
-from scatterpar.splitting.gradients import joined, union
+from scatterpar.splitting.cause_words import explain
+from scatterpar.splitting.check_report import SplitCheck, report_of
 from scatterpar.splitting.split_arguments import Loss, SplitArguments
 from scatterpar.splitting.step_run import StepFunction
 from scatterpar.splitting.trial import Trial
-
-
-@dataclass(frozen=True)
-class SplitCheck(SplitReport):
-    """The gradient of a batch in parts, beside that of the whole batch.
-
-    It has the attributes of ``SplitReport``, too.
-
-    Attributes:
-        parameter: the name of the parameter with the largest difference.
-        ratio: the norm of the gradient in parts over that of the whole batch.
-        cosine: of the angle between the two.
-        wrong: the names of all parameters that differ by more than ``limit``.
-        terms: for each term of the loss its cause, or ``exact``; empty without terms,
-            or if only rounding differs.
-    """
-
-    parameter: str
-    ratio: float
-    cosine: float
-    wrong: list[str] = field(default_factory=list)
-    terms: dict[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        """The verdict, the numbers, the reason, and the remedy: a line each."""
-        numbers = (
-            f"{self.parameter} (limit {self.limit:.0e}); norm {self.ratio:.4g} times, "
-            f"cosine {self.cosine:.4f}"
-        )
-        return self._in_lines("gradient", numbers)
 
 
 def splitcheck(
@@ -108,22 +75,7 @@ def splitcheck(
 def check(trial: Trial) -> SplitCheck:
     """Compare the gradients, and find the cause of a difference."""
     comparison = trial.compare()
-    reference, results, _, parameter = comparison
     cause = explain(trial, comparison)
-    terms: dict[str, str] = {}
-    if cause.name and reference.terms:
-        cause, terms = explain_terms(trial, reference.terms, cause)
     # After the last run, which would restore them.
     trial.runs.leave_numbers()
-    expected = reference.gradients
-    # Rank 0 stands for all in the numbers of the report, though not in the verdict.
-    actual = joined(results[0].gradients)
-    whole = joined(expected)
-    return SplitCheck(
-        **report_of(trial, comparison, cause),
-        parameter=parameter,
-        ratio=float(actual.norm() / whole.norm()),
-        cosine=float(torch.cosine_similarity(actual, whole, dim=0)),
-        wrong=union(trial.differing(r.gradients, expected) for r in results),
-        terms=terms,
-    )
+    return report_of(trial, comparison, cause)

@@ -1,12 +1,13 @@
-"""The report of a comparison: what ``SplitCheck`` and ``ValueCheck`` have in common."""
+"""The report of a comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from scatterpar.splitting.gradients import listed, union
+import torch
+
+from scatterpar.splitting.gradients import joined, listed, union
 from scatterpar.splitting.split_runs import sizes_in_words
 from scatterpar.splitting.step_run import StepResult
 from scatterpar.splitting.trial import Comparison, Trial
@@ -23,19 +24,23 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class SplitReport(Printed):
-    """A result in parts, beside that of the whole batch.
+class SplitCheck(Printed):
+    """The gradient of a batch in parts, beside that of the whole batch.
 
     Attributes:
         rows: the size of the batch.
         sizes: the sizes of the parts; ``|`` is between ranks.
         ranks: the number of processes.
-        worst: the largest relative difference.
+        worst: the largest relative difference of a parameter.
         limit: the largest difference that rounding explains.
         cause: the mistake that explains the difference; empty if only rounding differs.
         why: a sentence with the numbers that show it.
         remedy: what to write instead.
         note: what this batch cannot show.
+        parameter: the name of the parameter with the largest difference.
+        ratio: the norm of the gradient in parts over that of the whole batch.
+        cosine: of the angle between the two.
+        wrong: the names of all parameters that differ by more than ``limit``.
     """
 
     rows: int
@@ -47,6 +52,10 @@ class SplitReport(Printed):
     why: str
     remedy: str
     note: str
+    parameter: str
+    ratio: float
+    cosine: float
+    wrong: list[str]
 
     @property
     def passed(self) -> bool:
@@ -58,15 +67,16 @@ class SplitReport(Printed):
         if not self.passed:
             raise AssertionError(str(self))
 
-    def _in_lines(self, compared: str, numbers: str) -> str:
+    def __str__(self) -> str:
         """The verdict, the numbers, the reason, and the remedy: a line each."""
         ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
         verdict = "only rounding differs" if self.passed else "NOT the same"
         lines = [
-            f"{compared} of {self.rows} rows as {self.sizes}{ranks}, beside "
-            f"{'those' if compared.endswith('s') else 'that'} of the whole batch: "
-            f"{verdict}",
-            f"  largest relative difference {self.worst:.1e}, in {numbers}",
+            f"gradient of {self.rows} rows as {self.sizes}{ranks}, beside that of the "
+            f"whole batch: {verdict}",
+            f"  largest relative difference {self.worst:.1e}, in {self.parameter} "
+            f"(limit {self.limit:.0e}); norm {self.ratio:.4g} times, cosine "
+            f"{self.cosine:.4f}",
         ]
         if not self.passed:
             lines.append(f"  why: {self.cause}. {self.why}")
@@ -76,19 +86,28 @@ class SplitReport(Printed):
         return "\n".join(lines)
 
 
-def report_of(trial: Trial, comparison: Comparison, cause: Cause) -> dict[str, Any]:
-    """The attributes of a ``SplitReport``."""
-    return {
-        "rows": len(trial.rows),
-        "sizes": sizes_in_words(trial.split()),
-        "ranks": trial.ranks,
-        "worst": comparison.worst,
-        "limit": trial.limit,
-        "cause": cause.name,
-        "why": cause.why,
-        "remedy": cause.remedy,
-        "note": _note(trial, [comparison.reference, *comparison.results]),
-    }
+def report_of(trial: Trial, comparison: Comparison, cause: Cause) -> SplitCheck:
+    """The report of a comparison, and of the cause that explains it."""
+    reference, results, worst, parameter = comparison
+    expected = reference.gradients
+    # Rank 0 stands for all in the numbers of the report, though not in the verdict.
+    actual = joined(results[0].gradients)
+    whole = joined(expected)
+    return SplitCheck(
+        rows=len(trial.rows),
+        sizes=sizes_in_words(trial.split()),
+        ranks=trial.ranks,
+        worst=worst,
+        limit=trial.limit,
+        cause=cause.name,
+        why=cause.why,
+        remedy=cause.remedy,
+        note=_note(trial, [reference, *results]),
+        parameter=parameter,
+        ratio=float(actual.norm() / whole.norm()),
+        cosine=float(torch.cosine_similarity(actual, whole, dim=0)),
+        wrong=union(trial.differing(r.gradients, expected) for r in results),
+    )
 
 
 def _note(trial: Trial, results: Sequence[StepResult]) -> str:
@@ -100,13 +119,12 @@ def _note(trial: Trial, results: Sequence[StepResult]) -> str:
             f"the gradient of {', '.join(uncompared)}: not compared, because no "
             f"optimizer in step has it, or its shape depends on the split"
         )
-    if not trial.arguments.returns_values:
-        # Frozen ones have no gradient in any loop.
-        trained = {n for n, p in trial.model.named_parameters() if p.requires_grad}
-        hidden = trial.invisible(results[0].gradients)
-        names = [name for name in hidden if name in trained]
-        if names:
-            sentences.append(
-                f"the gradient of {listed(names)}, which is zero beside others"
-            )
+    # Frozen ones have no gradient in any loop.
+    trained = {n for n, p in trial.model.named_parameters() if p.requires_grad}
+    hidden = trial.invisible(results[0].gradients)
+    names = [name for name in hidden if name in trained]
+    if names:
+        sentences.append(
+            f"the gradient of {listed(names)}, which is zero beside others"
+        )
     return "; ".join(sentences)

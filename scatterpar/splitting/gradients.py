@@ -19,18 +19,15 @@ _SMALLEST_IN_DOUBLE = 1e-4
 
 
 def relative_errors(
-    actual: Gradients, expected: Gradients, limit: float, *, are_values: bool = False
+    actual: Gradients, expected: Gradients, limit: float
 ) -> dict[str, float]:
     """For each parameter the largest difference over the largest entry.
 
     A gradient that is zero is computed as rounding. So no scale is below a part of the
     largest of all parameters, which is smaller if all is computed in float64: then
-    ``limit`` is. Not a number counts as infinite. Each of the values of an evaluation
-    has its own scale: a loss may be a thousandth of a perplexity.
+    ``limit`` is. Not a number counts as infinite.
     """
     part = SMALLEST_SCALE if limit > EXACT else _SMALLEST_IN_DOUBLE
-    if are_values:
-        part = 0.0
     compared = [actual[name] for name in expected]
     errors = relative_differences(compared, list(expected.values()), part)
     return dict(zip(expected, errors, strict=True))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from scatterpar.splitting.check import SplitCheck, check
+from scatterpar.splitting.check import check
+from scatterpar.splitting.check_report import SplitCheck
 from scatterpar.splitting.split_arguments import Loss, SplitArguments
 from scatterpar.splitting.step_run import StepFunction
 from scatterpar.splitting.trial import Trial
@@ -90,14 +89,6 @@ class SplitGrid(Printed):
             reports = [str(c.report) for c in self.cells if not c.report.passed]
             raise AssertionError("\n".join([str(self), *problems, *reports]))
 
-    def to_json(self, path: str | Path) -> None:
-        """Write all reports into a file."""
-        grid = {"passed": self.passed, **asdict(self)}
-        # ``asdict`` leaves properties out, and CI reads this one.
-        for cell, entry in zip(self.cells, grid["cells"], strict=True):
-            entry["report"]["passed"] = cell.report.passed
-        Path(path).write_text(json.dumps(grid, indent=2) + "\n", encoding="utf-8")
-
     def __str__(self) -> str:
         """A table: parts, ranks, sizes, the largest difference, and the verdict."""
         table = [["ranks", "parts", "rows", "difference", "in", "verdict"]]
@@ -152,22 +143,12 @@ def splitgrid(
         loss: the loss of a whole batch in plain torch.
         timeout: seconds after which the ranks of a run are killed.
 
-    Returns a grid with ``passed``, ``assert_passed()`` and ``to_json()``.
+    Returns a grid with ``passed`` and ``assert_passed()``.
     """
     shared = SplitArguments(
         step, model, batch, ranks=1, equal=equal, timeout=timeout, loss=loss
     )
-    return check_all(trials_of_cells(shared, parts, ranks))
-
-
-def trials_of_cells(
-    shared: SplitArguments, parts: Sequence[int], ranks: Sequence[int]
-) -> list[Trial]:
-    """The trial of each cell, before the first one runs.
-
-    Raises ``TypeError`` or ``ValueError`` for a wrong argument of any of them.
-    """
-    trials = []
+    trials = []  # all before the first one runs: arguments may be wrong
     for num_ranks, num_parts in product(ranks, parts):
         if num_ranks == num_parts == 1 and shared.loss is None:
             continue  # the step would be compared with itself
@@ -178,9 +159,4 @@ def trials_of_cells(
             "parts=(1,) on ranks=(1,) compares the step with itself; pass another "
             "number of parts or ranks, or loss="
         )
-    return trials
-
-
-def check_all(trials: Sequence[Trial]) -> SplitGrid:
-    """Check each trial."""
     return SplitGrid([SplitCell(t.num_parts, t.ranks, check(t)) for t in trials])

@@ -19,13 +19,12 @@ _PARTS = 4  # by default, in one process
 
 @dataclass(frozen=True)
 class SplitArguments:
-    """The arguments of ``splitcheck``, ``valuecheck`` and ``of_trainer``.
+    """The arguments of ``splitcheck``, ``splitgrid`` and ``of_trainer``.
 
     Attributes:
         step, model, batch, ranks, equal, loss, timeout: as in ``splitcheck``.
         parts: micro-batches of each rank; ``None`` for the usual number.
         counted: tensors in which a loss may count; ``None`` for those of the batch.
-        returns_values: ``step`` returns numbers in the place of gradients.
         references: what ``step`` gave for whole batches; the cells of a grid share it.
     """
 
@@ -38,7 +37,6 @@ class SplitArguments:
     parts: int | None = None
     loss: Loss | None = None
     counted: Any = None
-    returns_values: bool = False
     references: dict[Any, StepResult] = field(default_factory=dict)
 
     @property

@@ -40,8 +40,6 @@ def questions_of(results: SplitResults) -> Mapping[CauseKind, Question]:
     if not results.moves_weights:
         questions[CauseKind.STATE_BETWEEN_PARTS] = depends_on_earlier_parts
         questions[CauseKind.ROWS_ARE_COMPARED] = do_rows_meet
-    if results.are_values:
-        questions[CauseKind.MEAN_OF_RATIOS] = is_mean_of_ratios
     return questions
 
 
@@ -87,8 +85,6 @@ def _first_in(results: SplitResults, scopes: Sequence[Sequence[str]]) -> Finding
 
 def constant_factor(results: SplitResults, names: Sequence[str]) -> Finding | None:
     """The one number that the right gradient is multiplied by, if there is one."""
-    if results.are_values:  # any two numbers are multiples of each other
-        return None
     actual = joined(results.actual, names)
     expected = joined(results.expected, names)
     factor = factor_between(actual, expected, results.tolerance)
@@ -239,8 +235,3 @@ def first_meeting(trial: Trial) -> str:
         if has_rows and not is_close(actual, of_first_rows, trial.limit):
             return name
     return ""
-
-
-def is_mean_of_ratios(results: SplitResults) -> bool:
-    """Whether the loop combines the parts in a usual way; no usual way is right."""
-    return results.weights_for(results.actual, results.names) is not None

@@ -10,7 +10,6 @@ from itertools import chain
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from scatterpar.causes.counts import Count
 from scatterpar.causes.evidence import SplitEvidence, Weights
@@ -25,7 +24,7 @@ _LEFT_OVER = 1e-2  # of the difference, by an explanation
 
 @dataclass(frozen=True, eq=False)
 class SplitResults(SplitEvidence):
-    """The gradients of a trial, or the number of an evaluation that is most wrong.
+    """The gradients of a trial.
 
     Attributes:
         trial: the trial, whose ``runs`` run further splits.
@@ -38,7 +37,6 @@ class SplitResults(SplitEvidence):
         tolerance: the largest relative error of an explanation.
         moves_weights: whether a backward pass is at weights that the step has moved.
         moved: the names of what the step changes in parts, and does not train.
-        are_values: whether numbers of an evaluation are in the place of gradients.
     """
 
     trial: Trial
@@ -51,7 +49,6 @@ class SplitResults(SplitEvidence):
     tolerance: float
     moves_weights: bool
     moved: Sequence[str]
-    are_values: bool
 
     @property
     def counts(self) -> Sequence[Count]:
@@ -121,25 +118,7 @@ class SplitResults(SplitEvidence):
     def weights_for(self, total: Gradients, names: Sequence[str]) -> Tensor | None:
         """The weights with which the gradients of the parts add up to ``total``."""
         parts = [joined(gradients, names) for gradients in self.of_parts]
-        if self.are_values:
-            return self._usual_weights(torch.stack(parts), joined(total, names))
         return weights_of_parts(parts, joined(total, names), self.tolerance)
-
-    def _usual_weights(self, parts: Tensor, total: Tensor) -> Tensor | None:
-        """The first usual weights with which the parts add up.
-
-        One number has no weights of parts that could be solved for.
-        """
-        size = len(parts)
-        means = [1 / size] * size
-        last = [0.0] * (size - 1) + [1.0]
-        for usual in (*self.weights_of_counts(), means, last):
-            weights = torch.tensor(usual, dtype=parts.dtype)
-            without_last = pad(weights[:-1], (0, 1))
-            for tried in (weights, without_last / without_last.sum()):
-                if is_close(tried @ parts, total, self.tolerance):
-                    return tried
-        return None
 
     def gets_whole_loss(self, factor: float) -> bool:
         """Whether a factor is that of the gradient of the whole loss in each part.
@@ -151,12 +130,7 @@ class SplitResults(SplitEvidence):
         return num_parts > 1 and math.isclose(factor, num_parts, rel_tol=self.tolerance)
 
     def is_everything(self, names: Sequence[str]) -> bool:
-        """Whether these are all parameters that have a gradient.
-
-        Not the number of an evaluation, so that texts name it.
-        """
-        if self.are_values:
-            return False
+        """Whether these are all parameters that have a gradient."""
         without_gradient = self.trial.invisible(self.expected)
         return set(self.names) <= {*names, *without_gradient}
 
@@ -170,11 +144,6 @@ def split_results(trial: Trial, comparison: Comparison) -> SplitResults:
     wrong = trial.differing(actual, expected)
     # An explanation explains nearly all of the difference.
     tolerance = max(min(_FITS, _LEFT_OVER * comparison.worst), trial.limit)
-    are_values = trial.arguments.returns_values
-    if are_values:
-        names = wrong = [comparison.name]
-        # Stricter than the verdict: one of many weights may fit by chance.
-        tolerance = trial.limit / 10
     return SplitResults(
         trial,
         expected=expected,
@@ -186,7 +155,6 @@ def split_results(trial: Trial, comparison: Comparison) -> SplitResults:
         tolerance=tolerance,
         moves_weights=comparison.reference.moves_weights,
         moved=comparison.results[0].moved,
-        are_values=are_values,
     )
 
 

@@ -35,7 +35,7 @@ class SplitRuns:
     """
 
     def __init__(self, arguments: SplitArguments, num_rows: int) -> None:
-        self.settings = Settings(returns_values=arguments.returns_values)
+        self.settings = Settings()
         self.zeros: Gradients = {}
         self._arguments = arguments
         loss = arguments.loss
@@ -104,19 +104,6 @@ class SplitRuns:
                 setattr(self._arguments.step, name, value)
 
     def _run(
-        self, step: StepFunction, split: Split, settings: Settings
-    ) -> list[StepResult]:
-        """Results with the gradients of one term alone, if the settings name one."""
-        results = self._run_once(step, split, replace(settings, term=""))
-        if settings.term:
-            without = self._run_once(step, split, settings)
-            # Gradients are linear in the terms, so the rest can be subtracted.
-            for result, others in zip(results, without, strict=True):
-                for name, gradient in others.gradients.items():
-                    result.gradients[name] = result.gradients[name] - gradient
-        return results
-
-    def _run_once(
         self, step: StepFunction, split: Split, settings: Settings
     ) -> list[StepResult]:
         in_double = settings.in_double

@@ -39,7 +39,7 @@ def first_reference(
     as_drawn = result
     if result.has_drawn:
         as_drawn = runs.reference(rows, numbers=Numbers.AS_DRAWN)
-    if not runs.settings.returns_values and is_zero(as_drawn.gradients):
+    if is_zero(as_drawn.gradients):
         raise ValueError(
             "step left no gradient on a parameter of the model; call backward() "
             "for the model that step gets, and do not end with zero_grad()"

@@ -22,7 +22,6 @@ from scatterpar.splitting.operator_modes import (
     WatchedOperators,
     fill_evenly,
 )
-from scatterpar.splitting.terms import Terms
 from scatterpar.splitting.trained_leaves import TrainedGradients, leaves_of_step
 from scatterpar.torch_private.clipping import clipping_replaced
 
@@ -44,19 +43,14 @@ class Settings:
         numbers: what random operators give.
         fixed_shapes: shapes of draws that have no rows, for ``Numbers.VARIED``.
         running_statistics: batch normalisation does not use the statistics of a part.
-        term: the term of the loss that is left out, to compare its gradients; empty
-            for none.
         watch_modules: keep the outputs of modules.
-        returns_values: ``step`` returns numbers in the place of gradients.
     """
 
     in_double: bool = True
     numbers: Numbers = Numbers.CONSTANT
     fixed_shapes: frozenset[Shape] = frozenset()
     running_statistics: bool = False
-    term: str = ""
     watch_modules: bool = False
-    returns_values: bool = False
 
 
 @dataclass
@@ -70,7 +64,6 @@ class StepResult:
         has_drawn: whether it has random operators, unless numbers are as drawn.
         draws: the shapes that these drew, without those of dropout.
         uncompared: parameters that got a gradient, and cannot be compared.
-        terms: the names of the terms of the loss.
         moves_weights: whether it runs a backward pass at weights that it has changed.
         moved: the names of parameters and buffers that it changes, and does not train.
         outputs: of modules by name, in the order in which they end, if
@@ -83,7 +76,6 @@ class StepResult:
     has_drawn: bool
     draws: Counter[Shape]
     uncompared: tuple[str, ...]
-    terms: tuple[str, ...]
     moves_weights: bool
     moved: tuple[str, ...]
     outputs: dict[str, Tensor]
@@ -108,8 +100,7 @@ def run_step(
         # Tensors that the step makes without a dtype follow.
         torch.set_default_dtype(torch.float64)
         _convert_to_double(tensors)
-    if not settings.returns_values:  # a user knows the loss of the model
-        _fill_zeros(model)
+    _fill_zeros(model)
     # Hooks stay until the caller restores all that the step has changed, too.
     outputs: dict[str, Tensor] = {}
     if settings.running_statistics:
@@ -118,20 +109,13 @@ def run_step(
         keep_outputs(model, outputs)
     _seed()
     gradients = TrainedGradients(model, leaves_of_step(model, step))
-    terms = Terms(settings.term)
     repeated = RepeatedNumbers(settings.numbers, settings.fixed_shapes)
     watched = WatchedOperators(settings.in_double)
-    returned: Any = None  # of a step that an optimizer ends
     # Gradients last: they catch the end of the step, and the others end as usual.
-    with repeated, watched, clipping_replaced(gradients.clippings), terms, gradients:
-        returned = step(model, batches)
-        # A loop that only logs what it returns has run its backward passes.
-        if not gradients.has_run_backward and not settings.returns_values:
-            terms.run_backward(returned)
+    with repeated, watched, clipping_replaced(gradients.clippings), gradients:
+        step(model, batches)
         gradients.clippings.end()
     named, uncompared = gradients.result()
-    if settings.returns_values:
-        named = values_of(returned)
     return StepResult(
         gradients=named,
         drawn=_drawn(),
@@ -139,7 +123,6 @@ def run_step(
         has_drawn=repeated.has_drawn,
         draws=repeated.draws,
         uncompared=tuple(uncompared),
-        terms=tuple(terms.names),
         moves_weights=gradients.moves_weights,
         moved=gradients.moved(),
         outputs=outputs,
@@ -167,29 +150,6 @@ def _fill_zeros(model: nn.Module) -> None:
             filled = torch.empty_like(parameter.data)
             fill_evenly(filled, tuple(filled.shape))
             parameter.data = _SMALL * (filled - 0.5)
-
-
-def values_of(returned: Any) -> Gradients:
-    """The numbers that an evaluation returns, by name, in the place of gradients.
-
-    Raises ``TypeError`` for anything else.
-    """
-    named = returned if isinstance(returned, dict) else {"value": returned}
-    values = {}
-    for name, number in named.items():
-        # Numbers of NumPy and of torch, and lists: to pass over these would hide some.
-        try:
-            value = torch.as_tensor(number, dtype=torch.float64).detach()
-        except (TypeError, ValueError, RuntimeError):  # a text, an object
-            continue
-        for position, entry in enumerate(value.flatten()):  # as one per class
-            place = f"[{position}]" if value.numel() > 1 else ""
-            values[f"{name}{place}"] = entry.reshape(1)
-    if not values:
-        raise TypeError(
-            f"evaluate must return a number or a dict of numbers, got {returned!r}"
-        )
-    return values
 
 
 # --- batch normalisation, random numbers ---

@@ -109,14 +109,12 @@ class TrainedGradients:
     head that the step makes, are named by their place: ``step.AdamW.0.2``.
 
     Attributes:
-        has_run_backward: whether the body has run a backward pass.
         moves_weights: whether it has run one that reaches weights that the body had
             changed, as SAM does.
         clippings: what clips gradients in the body.
     """
 
     def __init__(self, model: nn.Module, leaves: NamedLeaves) -> None:
-        self.has_run_backward = False
         self.moves_weights = False
         self.clippings = Clippings()
         self._model = model
@@ -146,7 +144,6 @@ class TrainedGradients:
 
     def _run_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
         """Runs in the place of ``torch.autograd.backward``."""
-        self.has_run_backward = True
         self.clippings.before_backward()
         # An edge of the graph is a tuple, too. Another iterable may be read only once.
         if not isinstance(tensors, (Tensor, tuple)):

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from scatterpar.batch.markers import Rows
-from scatterpar.splitting.check import SplitCheck, check
+from scatterpar.splitting.check import check
+from scatterpar.splitting.check_report import SplitCheck
 from scatterpar.splitting.library_steps import run_one_step
 from scatterpar.splitting.split_arguments import Loss, SplitArguments
 from scatterpar.splitting.trial import Trial

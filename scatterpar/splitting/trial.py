@@ -130,8 +130,7 @@ class Trial:
         return [name for name in gradients if name not in visible]
 
     def _errors(self, actual: Gradients, expected: Gradients) -> dict[str, float]:
-        are_values = self.arguments.returns_values
-        return relative_errors(actual, expected, self.limit, are_values=are_values)
+        return relative_errors(actual, expected, self.limit)
 
     def compare(self) -> Comparison:
         """Compare the whole batch with the batch in parts.

@@ -51,7 +51,7 @@ def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
     buffers = BufferWriter(values, unchanged, outcome.memory_changes)
     if deferred:
         # First, because it may raise. The rest cannot fail.
-        loss = _attach(outcome.loss_tensor, pairs, outcome.request.scale)
+        loss = attach(outcome.loss_tensor, pairs, outcome.request.scale)
         outcome.attempt.generators.commit()
         buffers.write()
         return loss
@@ -92,7 +92,7 @@ def _add(pairs: list[_Pair], attempt: Attempt, *, observed: bool) -> None:
             leaf.grad = gradient
     elif pairs:
         with torch.inference_mode(False), torch.enable_grad():
-            root = _attach(partial(torch.zeros, (), device=leaves[0].device), pairs)
+            root = attach(partial(torch.zeros, (), device=leaves[0].device), pairs)
             backward([root], [root.detach()])
 
 
@@ -130,7 +130,7 @@ def _may_become_grad(leaf: Tensor, gradient: Tensor) -> bool:
     )
 
 
-def _attach(
+def attach(
     make_root: Callable[[], Tensor], pairs: list[_Pair], scale: float | None = None
 ) -> Tensor:
     """Returns a root whose backward pass gives leaves the gradients in ``pairs``.

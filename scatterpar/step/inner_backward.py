@@ -24,14 +24,14 @@ from typing import Any
 from torch import Tensor
 
 from scatterpar.replicas.refused_modules import parameters_of
-from scatterpar.replicas.replicas import Replica
+from scatterpar.replicas.replicas import Replica, ReplicaSet
 
 _GRADIENT = attrgetter("grad")
 
 
 @contextlib.contextmanager
 def gradients_put_aside(
-    leaves: Sequence[Tensor], replicas: Sequence[Replica]
+    leaves: Sequence[Tensor], replicas: Sequence[Replica | ReplicaSet]
 ) -> Iterator[None]:
     """In the body, ``leaves`` have no gradients; later they have their own again.
 

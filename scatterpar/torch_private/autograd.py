@@ -24,6 +24,25 @@ saved_tensors_hooks = partial(torch._C._autograd._top_saved_tensors_default_hook
 # The number of the backward pass that this thread runs; -1 outside of a backward pass.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
+
+def executes(leaf: Tensor) -> bool:
+    """Whether the backward pass that this thread runs accumulates a gradient in
+    ``leaf``, if it reaches it. ``autograd.grad`` of other tensors does not.
+    """
+    node = get_gradient_edge(leaf).node
+    answer: bool = torch._C._will_engine_execute_node(node)
+    return answer
+
+
+def at_end_of_pass(function: Callable[[], object]) -> None:
+    """Call ``function`` when the backward pass that this thread runs has ended.
+
+    Not if it raises.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)
+
+
 _USE_COUNT: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]  # no stub
 _HOOKS_BEFORE = attrgetter("_backward_hooks")
 _HOOKS_AFTER = attrgetter("_post_accumulate_grad_hooks")

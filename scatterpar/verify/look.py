@@ -29,7 +29,7 @@ from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.devices.virtual_devices import physical
 from scatterpar.errors import defect
 from scatterpar.log import logger
-from scatterpar.numerics.comparison import Inconclusive, OnlyRounding
+from scatterpar.numerics.comparison import Inconclusive, OnlyRounding, SaysNothing
 from scatterpar.numerics.rounding import formats_inside_operators
 from scatterpar.numerics.wider_precision import Precision
 from scatterpar.objects.journal import Journal
@@ -69,7 +69,6 @@ from scatterpar.verify.verdicts import (
 PATIENCE_SECONDS = 40.0  # a look that takes longer is inconclusive
 # The workers' limit: the look itself ends in time, unless a call waits.
 _WORKERS_PATIENCE = 1.1
-_PATIENCE = 4  # with code that fails for a few rows
 _MAX_ROWS_OF_BATCH = 256
 _FEW_ROWS = 8  # whatever they are, calls read state or draw
 _OF_MISTAKES = (AttributeError, LookupError, NameError, TypeError, AssertionError)
@@ -187,19 +186,19 @@ def _first_answer(
         Inconclusive: user code fails for all rows that were tried.
     """
     error: Exception | None = None
-    has_mistake = False
     for replica_look in looks:
         with replica_look.runs.user_code.isolated():
             for parts in replica_look.trials():
                 try:
                     return replica_look.report_for(parts), parts
+                # Without their frames: one of these holds this look.
+                except SaysNothing as reason:
+                    return replica_look.answer_of_step(reason.with_traceback(None))
                 except Inconclusive as reason:
-                    # Without its frames: one of them holds this look.
                     return reason.with_traceback(None), parts
                 # User code may need other rows, a dtype, or memory.
                 except Exception as failure:
                     if _is_mistake_in_verify(failure):
-                        has_mistake = True
                         defect(f"in a look: {failure!r}")
                     # Without its frames, which hold rows, outputs, and this object.
                     error = failure.with_traceback(None)
@@ -210,10 +209,8 @@ def _first_answer(
     assert error is not None
     if is_out_of_memory(error):
         raise Inconclusive("memory ran out", patience=2)
-    # The step itself may not fail: what fails for several rows may broadcast to one.
-    is_told_at_once = has_mistake or looks[0].choice.has_single_rows
-    patience = 1 if is_told_at_once else _PATIENCE
-    raise Inconclusive(f"{type(error).__name__}: {error}", patience)
+    # The step itself may not fail, and be wrong.
+    raise Inconclusive(f"{type(error).__name__}: {error}", patience=1)
 
 
 def _is_mistake_in_verify(error: Exception) -> bool:
@@ -337,6 +334,24 @@ class ReplicaLook:
         effects = CallEffects(moved, is_seeded, lost, thread_locals, scope)
         return LookReport(verdict, effects, chosen, results.difference, tolerance)
 
+    def answer_of_step(
+        self, reason: SaysNothing
+    ) -> tuple[LookReport | Inconclusive, Parts]:
+        """The report on all rows of a small batch, after chosen rows have said nothing.
+
+        They may have no term. ``reason`` if the batch is large, or if all its rows say
+        nothing, either.
+        """
+        # In the step's own parts: others may have equally many terms by chance.
+        parts = self.choice.of_step()
+        if self._is_small_batch:
+            try:
+                return self.report_for(parts), parts
+            except Exception as error:
+                if _is_mistake_in_verify(error):
+                    defect(f"in a look: {error!r}")
+        return reason, parts
+
     def verdict_of_broadcast(self) -> Verdict | None:
         """The verdict if rows of a micro-batch broadcast, and those of two do not:
         plain torch refuses the batch.
@@ -455,12 +470,13 @@ class ReplicaLook:
 def _require_gradients(expected: Result, run: RunResult) -> None:
     """Raise ``Inconclusive`` if a result cannot be compared, or says nothing."""
     if not expected.is_finite:
-        raise Inconclusive("a gradient is NaN or infinite")
+        # A step whose other rows have terms is finite, and may be wrong.
+        raise SaysNothing("a gradient is NaN or infinite", patience=1)
     has_gradient = run.num_with_gradient or expected.has_gradient
     # Without gradients, as of reentrant checkpoints, losses are compared alone.
     is_loss_zero = not (expected.gradients or expected.loss or run.result.loss)
     if is_loss_zero or (expected.gradients and not has_gradient):
-        raise Inconclusive("all gradients are zero")
+        raise SaysNothing("all gradients are zero")
 
 
 def _verdict_of(results: LookResults, run: RunResult) -> Verdict:

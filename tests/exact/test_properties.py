@@ -94,5 +94,8 @@ def test_any_output_is_exact(devices, cut, rows, wrap):
     with torch.no_grad():
         expected = model(inputs)
         assert_alike(gather(DataParallelModel(model, devices)(inputs), "cpu"), expected)
-    with ScatterOnceParallel(model, device_ids=devices, **cut) as engine:
+    with (
+        ScatterOnceParallel(model, device_ids=devices, **cut) as engine,
+        torch.no_grad(),
+    ):
         assert_alike(engine(inputs), expected)

@@ -59,7 +59,7 @@ def test_gpt2_hidden_states_in_every_step(devices):
 def test_gpt2_outputs_keep_library_type(devices):
     model = gpt2().eval()
     ids = token_ids(5)
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+    with ScatterOnceParallel(model, 2, devices(2)) as engine, torch.no_grad():
         output = engine(input_ids=ids, output_hidden_states=True)
     with torch.no_grad():
         expected = model(input_ids=ids, output_hidden_states=True)

@@ -16,10 +16,9 @@ from libraries.tiny import bert, llama
 from splitting.loop_models import new, pairs, tokens
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
 from scatterpar import splitcheck
-from scatterpar.splitting import of_trainer, valuecheck
+from scatterpar.splitting import of_trainer
 
 pytestmark = [
     pytest.mark.slow,
@@ -109,31 +108,6 @@ def test_penalty_of_adalora(tmp_path):
     assert not report.passed, f"peft {version('peft')} {MENDED}"
     assert report.ratio == pytest.approx(4, rel=0.1)
     of_trainer(mended, model, texts()).assert_passed()
-
-
-def test_evaluation_loss_of_a_language_model(tmp_path):
-    """Each batch's mean over its labels counts by the rows of the batch."""
-
-    def stock(model, batches):
-        trainer = transformers.Trainer(model, arguments(tmp_path, 1), eval_dataset=[0])
-        trainer.get_eval_dataloader = lambda *_: DataLoader(batches, batch_size=None)
-        return {"eval_loss": trainer.evaluate()["eval_loss"]}
-
-    @torch.no_grad()
-    def mended(model, batches):
-        total = 0
-        terms = 0
-        for batch in batches:
-            count = (batch["labels"][:, 1:] != -100).sum()
-            total += model(**batch).loss * count
-            terms += count
-        return {"eval_loss": total / terms}
-
-    report = valuecheck(stock, new(llama), texts(), equal=True)
-    assert not report.passed, f"transformers {version('transformers')} {MENDED}"
-    assert report.cause == "mean of means"
-    assert "labels that are not -100, without the first of a row" in report.why
-    valuecheck(mended, new(llama).eval(), texts(), equal=True).assert_passed()
 
 
 # --- TRL: the divisor counts the labels of all processes, and DDP averages ---

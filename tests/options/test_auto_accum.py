@@ -297,7 +297,8 @@ def evaluate(engine, how, rows=ROWS):
     sizes = engine.module.sizes
     match how:
         case "engine(…)":
-            results = engine(inputs)
+            # In training mode a call has no sub-steps, and ``map`` has.
+            results = engine.map(engine.module, inputs)
         case "a method":
             results = engine.map(engine.module.write, inputs)
         case "a function":
@@ -423,7 +424,7 @@ def test_functions_known_by_code_and_rows(devices):
         assert tries(model, inputs)
         assert not tries(model.forward, inputs)
         model.sizes.clear()
-        engine(inputs)
+        torch.no_grad()(engine.forward)(inputs)
         assert model.sizes == [3] * 8
         # A larger number of rows begins with what fitted, and may need more.
         assert not tries(model.write, torch.cat([inputs, inputs]))
@@ -438,7 +439,7 @@ def test_one_warning_for_all_batches(devices):
     ):
         warnings.simplefilter("always")
         for rows in (24, 24, 24, 7):
-            assert len(engine(batch(rows)[0])) == rows
+            assert len(torch.no_grad()(engine.forward)(batch(rows)[0])) == rows
     (only,) = caught
     assert "is kept for Budgets.forward without gradients, with 24 rows" in str(
         only.message
@@ -493,7 +494,7 @@ def test_results_too_large_end_the_search(devices, monkeypatch):
 
     monkeypatch.setattr(map_rows, "join_on_master", runs_out)
     with ScatterOnceParallel(model, "auto", devices(2)) as engine:
-        with pytest.raises(torch.OutOfMemoryError) as caught:
+        with pytest.raises(torch.OutOfMemoryError) as caught, torch.no_grad():
             engine(batch(24)[0])
         assert "return less per row, or pass fewer rows" in caught.value.__notes__[-1]
         assert len(model.sizes) == 2

@@ -340,6 +340,7 @@ def test_entries_of_fixed_number_are_no_rows():
             model, device_ids=["cpu"] * 2, micro_batch_size=1
         ) as engine,
         pytest.raises(ValueError, match=r"for 1 row cannot be joined"),
+        torch.no_grad(),
     ):
         engine(FOURS[:, None])
 

@@ -319,7 +319,8 @@ def test_values_set_in_forward_end_with_step(devices, function):
             with torch.no_grad():
                 model.linear.bias.add_(1.0)
             model.eval()
-            engine(BATCH[0])
+            with torch.no_grad():
+                engine(BATCH[0])
             model.train().requires_grad_(True)
 
 

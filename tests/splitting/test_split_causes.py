@@ -149,7 +149,7 @@ class KnownTrial:
         self.rows = list(range(num_rows))
         self.ranks = ranks
         self.num_parts = parts
-        self.arguments = SimpleNamespace(loss=None, returns_values=False)
+        self.arguments = SimpleNamespace(loss=None)
 
     def cut(self, rows, ranks, parts, equal):
         shares = row_parts.cut_into_parts(rows, ranks, equal=equal)
@@ -173,7 +173,6 @@ def known(trial, actual=(1.0, 2, 3), expected=(1.0, 2, 3), **fields):
         "tolerance": 1e-6,
         "moves_weights": False,
         "moved": (),
-        "are_values": False,
     }
     gradients = {
         "actual": {"weight": torch.tensor(actual).double()},
@@ -192,8 +191,6 @@ def test_one_number_has_the_factor_of_the_parts_alone(factor, is_told):
     results = known(KnownTrial(nothing, parts=3), [float(factor)], [1.0])
     finding = split_causes.constant_factor(results, ["weight"])
     assert (finding is not None) == is_told
-    as_value = replace(results, are_values=True)
-    assert split_causes.constant_factor(as_value, ["weight"]) is None
 
 
 def counted(*per_row):
@@ -322,5 +319,3 @@ def test_causes_that_are_asked_for():
     assert order < questions.keys()
     moved = split_causes.questions_of(replace(results, moves_weights=True))
     assert questions.keys() - moved.keys() == order
-    of_values = split_causes.questions_of(replace(results, are_values=True))
-    assert of_values.keys() - questions.keys() == {CauseKind.MEAN_OF_RATIOS}

@@ -15,8 +15,6 @@ from splitting.linear_trials import (
     sum_of_sums,
 )
 
-from scatterpar.causes.counts import Count
-from scatterpar.splitting.split_causes import is_mean_of_ratios
 from scatterpar.splitting.split_results import split_results
 from scatterpar.splitting.trial import Comparison
 
@@ -56,58 +54,6 @@ def test_part_that_is_nan_counts_as_nothing():
     assert results.is_undefined
 
 
-def value(number):
-    return {"loss": torch.tensor([number]).double()}
-
-
-def results_of_values(in_parts):
-    """The number of an evaluation in three parts, of 1, 2 and 3 terms."""
-
-    def gradients_of(split):
-        return value([1.0, 2.0, 6.0][split[0][0][0]])
-
-    trial = SimpleNamespace(
-        arguments=SimpleNamespace(returns_values=True),
-        counts=[Count("labels", "batch", (1.0, 2.0, 3.0))],
-        limit=1e-6,
-        split=lambda: [[[0], [1], [2]]],
-        differing=lambda actual, expected: [],
-        invisible=lambda gradients: [],
-        runs=SimpleNamespace(gradients_of=gradients_of),
-    )
-    reference = SimpleNamespace(gradients=value(4.0), moves_weights=False)
-    results = [SimpleNamespace(gradients=value(in_parts), moved=())]
-    return split_results(trial, Comparison(reference, results, 0.1, "loss"))
-
-
-@pytest.mark.parametrize(
-    ("in_parts", "weights"),
-    [
-        (23 / 6, [1 / 6, 1 / 3, 1 / 2]),  # by their labels
-        (5 / 3, [1 / 3, 2 / 3, 0]),  # without the last one
-        (9.0, [1, 1, 1]),  # added
-        (3.0, [1 / 3, 1 / 3, 1 / 3]),
-        (1.5, [1 / 2, 1 / 2, 0]),
-        (6.0, [0, 0, 1]),
-        (4.4, None),
-    ],
-)
-def test_usual_weights_of_values(in_parts, weights):
-    results = results_of_values(in_parts)
-    tried = results.weights_for(results.actual, ["loss"])
-    assert (None if tried is None else tried.tolist()) == (
-        weights and pytest.approx(weights)
-    )
-    assert is_mean_of_ratios(results) == (weights is not None)
-
-
-def test_values_are_named_and_compared_strictly():
-    results = results_of_values(3.0)
-    assert results.names == results.wrong == ["loss"]
-    assert not results.is_everything(["loss"])
-    assert results.tolerance == pytest.approx(1e-7)
-
-
 @pytest.mark.parametrize(
     ("worst", "limit", "tolerance"),
     [(1e-1, 1e-9, 1e-4), (1e-3, 1e-9, 1e-5), (1e-3, 1e-2, 1e-2)],
@@ -122,7 +68,6 @@ def test_explanation_leaves_little_of_the_difference(worst, limit, tolerance):
     assert again.tolerance == pytest.approx(tolerance)
     assert again.moves_weights
     assert again.moved == ("teacher",)
-    assert not again.are_values
 
 
 def test_all_that_have_a_gradient_are_everything():

@@ -19,14 +19,14 @@ WEIGHTS, PER_ROW = (3, 4), (8,)  # shapes of draws
 
 def result(weight, draws=(), drawn=True):
     gradients = {"weight": torch.tensor([weight]), "bias": torch.ones(2)}
-    return StepResult(gradients, [], None, drawn, Counter(draws), (), (), False, (), {})
+    return StepResult(gradients, [], None, drawn, Counter(draws), (), False, (), {})
 
 
 class Known:
     """Runs whose result is known by the numbers that they get."""
 
-    def __init__(self, by_numbers, of_half=(), returns_values=False):
-        self.settings = Settings(returns_values=returns_values)
+    def __init__(self, by_numbers, of_half=()):
+        self.settings = Settings()
         self._by_numbers = by_numbers
         self._of_half = of_half
         self.calls = []
@@ -121,11 +121,3 @@ def test_gradient_that_is_missing_is_told():
     by_numbers = {**dict.fromkeys(Numbers, missing), Numbers.AS_DRAWN: result(3.0)}
     _, (told,) = first_reference(Known(by_numbers), ROWS, LIMIT)
     assert "the gradient of weight, which is zero" in told
-
-
-def test_evaluation_may_have_values_of_zero():
-    nothing = result(0.0, drawn=False)
-    nothing.gradients["bias"] = torch.zeros(2)
-    runs = Known({Numbers.CONSTANT: nothing}, returns_values=True)
-    _, unseen = first_reference(runs, ROWS, LIMIT)
-    assert unseen == []

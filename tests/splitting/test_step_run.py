@@ -209,14 +209,3 @@ def test_complex_gradients_are_pairs():
         (model.weight.real * 3 + model.weight.imag * 4).sum().backward()
 
     assert run(step, model, []).gradients["weight"].tolist() == [[3, 4]]
-
-
-def test_numbers_of_evaluation_are_told_apart():
-    values = step_run.values_of({"loss": 2.0, "of classes": torch.tensor([1.0, 3.0])})
-    assert {name: float(value) for name, value in values.items()} == {
-        "loss": 2.0,
-        "of classes[0]": 1.0,
-        "of classes[1]": 3.0,
-    }
-    with pytest.raises(TypeError, match="a number or a dict of numbers, got 'text'"):
-        step_run.values_of("text")

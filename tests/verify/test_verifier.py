@@ -144,7 +144,7 @@ LOOKED_AT = {
     "NumPy's random numbers": lambda o, t: o.mean() * (1 + np.random.rand()),
     "keeps a state": Fed(),
 }
-UNTOLD = {
+INCONCLUSIVE = {
     "NaN": lambda o, t: (o * float("nan")).std(),
     "no gradient": lambda o, t: (o * 0).std(),
 }
@@ -152,15 +152,17 @@ UNTOLD = {
 
 @pytest.mark.contract
 @pytest.mark.draws
-@pytest.mark.filterwarnings("error", "ignore:forward passes move")
-@pytest.mark.parametrize("case", [*LOOKED_AT, *UNTOLD])
+@pytest.mark.filterwarnings(
+    "error", "ignore:forward passes move", "ignore:(?s)could not check.*NaN"
+)
+@pytest.mark.parametrize("case", [*LOOKED_AT, *INCONCLUSIVE])
 def test_look_leaves_no_trace(devices, case):
     """The same bits as without looking, everywhere; nothing fails."""
     # these draw in any order
     replicas = 1 if "Python" in case or "NumPy" in case else 2
     states = []
     for verify in (False, True):
-        criterion = copy.deepcopy({**LOOKED_AT, **UNTOLD}[case])
+        criterion = copy.deepcopy({**LOOKED_AT, **INCONCLUSIVE}[case])
         torch.manual_seed(1)
         random.seed(1)
         np.random.seed(1)

@@ -1,0 +1,422 @@
+"""A call of a module by all replicas, with a graph.
+
+::
+
+    engine(x)     the caller's thread
+      x -----+--- the user's module   rows 0:3 --- thread 0
+             +--- replica 1           rows 3:5 --- thread 1
+      y <----+    joined on the master, in autograd's graph
+
+    loss.backward()                     autograd runs all replicas' backward passes
+      outside of no_sync()              gradients are added to the user's parameters
+
+The user's code around the call runs once, in the user's thread, as on one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from scatterpar.batch import nested
+from scatterpar.batch.joining import Lists, join_rows
+from scatterpar.batch.markers import Batches, Marker, count_rows, unwrap_markers
+from scatterpar.batch.refused_outputs import refuse_generators
+from scatterpar.calls.call_looks import CallLooks, CallOfLook
+from scatterpar.calls.copies_in_graph import AutogradTransfers
+from scatterpar.calls.division import Division, are_divided_alike
+from scatterpar.calls.left_tensors import join_left_tensors
+from scatterpar.calls.numbers import BY_ROWS, NumberRule, combined_number, weights_of
+from scatterpar.calls.replicas_of_call import ReplicasOfCall
+from scatterpar.causes.batch_normalisation import uses_batch_statistics
+from scatterpar.devices.links import check_links
+from scatterpar.devices.transfers import PHASES
+from scatterpar.errors import Told, add_note, restore_after, warn
+from scatterpar.options.call_arguments import Arguments
+from scatterpar.plan import Plan, make_plan
+from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
+from scatterpar.replicas.sync_batch_norm import refuse_to_wait
+from scatterpar.report import StepReport
+from scatterpar.step.inner_backward import gradients_put_aside
+from scatterpar.step.misfits import misfit_of_dataclass, misfit_of_inputs
+from scatterpar.step.replica_threads import Proceed, ReplicaThreads
+from scatterpar.step.row_writes import KnownWrites, RowWrites
+from scatterpar.step.task import call_inputs
+from scatterpar.step.turns import Scope
+from scatterpar.threads.generators import Generators
+from scatterpar.threads.workers import Workers
+from scatterpar.torch_private.autograd import current_graph_task, saved_tensors_hooks
+from scatterpar.torch_private.thread_modes import is_transformed
+
+_IN_A_CALL = (
+    "a call (ScatterOnceParallel.forward_backward synchronises them, and a call of "
+    "the module itself)"
+)
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """The options of an engine that calls follow.
+
+    Attributes:
+        dim: the dimension of the rows.
+        shares: the relative sizes of the replicas' shares.
+        verify: whether a few rows are compared before calls 1, 2, 4, 8, ….
+        check_finite: whether a number that is not finite is an error.
+    """
+
+    dim: int = 0
+    shares: Sequence[float] | None = None
+    verify: bool = True
+    check_finite: bool = False
+
+
+@dataclass
+class OutputsOfReplicas:
+    """What the replicas have returned for one call, with its graph.
+
+    Attributes:
+        outputs: that of each share, where it was computed.
+        division: the rows of each.
+        arguments: those of the call, of all rows.
+        rules: how 0-dim outputs combine, by their place among the atoms of an output.
+    """
+
+    outputs: list[Any]
+    division: Division
+    arguments: Arguments
+    rules: dict[int, NumberRule]
+
+
+class Calls:
+    """Calls of ``root`` and of its parts, by all replicas.
+
+    Attributes:
+        gradients: those of the replicas.
+        last_report: what the last call has copied; the sum of its gradients, too.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        device_ids: Sequence[torch.device],
+        replica_set: ReplicaSet,
+        workers: Workers,
+    ) -> None:
+        self._root = root
+        self._device_ids = tuple(device_ids)
+        self._workers = workers
+        self._replicas = ReplicasOfCall(root, device_ids, replica_set)
+        self.gradients = self._replicas.gradients
+        self.last_report: StepReport | None = None
+        self._known_writes = KnownWrites()
+        self._told = Told()
+        self._looks = CallLooks()
+
+    def has_graph(self, arguments: Any) -> bool:
+        """Whether torch would give the output of a call a graph."""
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return False
+        if any(parameter.requires_grad for parameter in self._root.parameters()):
+            return True
+        for atom in nested.atoms(arguments):
+            tensors = atom.atoms() if isinstance(atom, Marker) else [atom]
+            for tensor in tensors:
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    return True
+        return False
+
+    def call(
+        self, module: nn.Module, arguments: Arguments, options: CallOptions
+    ) -> Any:
+        """The output of ``module(*args, **kwargs)``, which the replicas compute.
+
+        ``module`` is the root, or a part of it. ``arguments`` are ``(args, kwargs)``.
+        What cannot be divided is computed by ``module`` itself, on the master, which is
+        right; a warning says so once per reason. Calls of the root or its parts in
+        forward passes of replicas are plain ones.
+
+        Raises:
+            ValueError: outputs that cannot be joined, or with ``options.verify`` rows
+                that depend on each other.
+            RuntimeError: a call from inside another one; a forward pass that writes
+                parameters.
+
+        Exceptions of the module are raised unchanged, with notes. Then buffers, random
+        state and gradients are as before.
+        """
+        why = self._why_on_master(module, arguments, options)
+        if why:
+            return self._on_master(module, arguments, why)
+        with self._replicas_called(module, arguments, options) as computed:
+            return self._joined(computed, options)
+
+    def outputs(
+        self, module: nn.Module, arguments: Arguments, options: CallOptions
+    ) -> tuple[tuple[Any, ...], Plan]:
+        """The outputs of the replicas, each on its device, and the plan."""
+        with self._replicas_called(module, arguments, options) as computed:
+            division = computed.division
+            outputs = tuple(
+                nested.map_tensors(division.left_in_place, output)
+                for output in computed.outputs
+            )
+            return outputs, division.plan
+
+    # --- what is not divided ---
+
+    def _why_on_master(
+        self, module: nn.Module, arguments: Arguments, options: CallOptions
+    ) -> str:
+        """Why a call is computed on the master alone; empty if it is divided."""
+        if is_transformed():
+            return "it runs in a transform of torch.func"
+        for name, parameter in self._root.named_parameters():
+            if not parameter.is_leaf:
+                return f"its parameter {name!r} is computed from others"
+        args, kwargs = arguments
+        try:
+            parts = {"inputs": args, "keyword inputs": kwargs}
+            count_rows(parts, options.dim, refuse_grad=False)
+        except (ValueError, TypeError) as error:
+            if any(isinstance(atom, Batches) for atom in nested.atoms(arguments)):
+                raise
+            return str(error)
+        return ""
+
+    def _on_master(self, module: nn.Module, arguments: Arguments, why: str) -> Any:
+        """The output of the module itself, in the caller's thread."""
+        args, kwargs = unwrap_markers(arguments)
+        self._tell_of_master(module, why)
+        try:
+            return module(*args, **kwargs)
+        except Exception as error:
+            add_note(error, f"computed on the first device alone, because {why}")
+            raise
+
+    def _tell_of_master(self, module: nn.Module, why: str) -> None:
+        name = type(module).__name__
+        if len(self._device_ids) > 1 and self._told.mark((name, why[:40])):
+            warn(f"a call of {name} is computed on the first device alone: {why}")
+
+    # --- the call ---
+
+    @contextlib.contextmanager
+    def _replicas_called(
+        self, module: nn.Module, arguments: Arguments, options: CallOptions
+    ) -> Iterator[OutputsOfReplicas]:
+        """Call all replicas. If the body fails, the call has failed."""
+        args, kwargs = arguments
+        parts = {"inputs": args, "keyword inputs": kwargs}
+        rows = count_rows(parts, options.dim, refuse_grad=False)
+        plan = make_plan(rows, self._device_ids, shares=options.shares)
+        transfers = AutogradTransfers()
+        seconds = dict.fromkeys(PHASES, 0.0)
+        with self._workers.exclusive(self._root):
+            check_links(self._device_ids)
+            gradients = self.gradients
+            gradients.end_failed_passes()
+            if current_graph_task() == -1:
+                gradients.forget_dropped()
+            start = time.perf_counter()
+            self._replicas.refresh(transfers)
+            seconds["replicate"] = time.perf_counter() - start
+            gradients.transfers = transfers
+            division = Division(
+                plan, options.dim, transfers, gradients.begin_pass, gradients.sentinel
+            )
+            self._refuse_synchronised(plan)
+            generators = Generators([share.device for share in plan.shares])
+            threads = ReplicaThreads(self._workers, plan.shares, generators)
+            # Such as a checkpoint's, which knows tensors by their order.
+            if saved_tensors_hooks() is not None:
+                threads.widen(Scope.SUBSTEP)
+            start = time.perf_counter()
+            writes = RowWrites(self._known_writes)
+            try:
+                by_share = division.split_call(call_inputs(args, kwargs))
+                seconds["scatter"] = time.perf_counter() - start
+                start = time.perf_counter()
+                modules = self._replicas.modules_of(module, len(plan.shares))
+                outputs = self._run(threads, modules, by_share, writes)
+                seconds["compute"] = time.perf_counter() - start
+                join_left_tensors(self._replicas, division, self._told)
+                report = StepReport(
+                    plan,
+                    math.nan,
+                    seconds,
+                    transfers.bytes,
+                    transfers.messages,
+                    replica_seconds=tuple(threads.seconds),
+                )
+                rules = self._rules(module, arguments, outputs, plan, options)
+                yield OutputsOfReplicas(outputs, division, arguments, rules)
+            except BaseException as error:
+                restore_after(
+                    error,
+                    generators.rollback,
+                    self._replicas.restore_buffers,
+                    transfers.synchronize,
+                )
+                raise
+            generators.commit()
+            writes.tell(dict(enumerate(args)) | kwargs)
+            self._looks.tell()
+            if len(plan.shares) > 1:
+                self._tell_of_layers(module)
+            self.last_report = report
+
+    def _run(
+        self,
+        threads: ReplicaThreads,
+        modules: Sequence[nn.Module],
+        by_share: Sequence[Any],
+        writes: RowWrites,
+    ) -> list[Any]:
+        """The output of each share."""
+
+        def work(replica: int, proceed: Proceed) -> Any:
+            args, kwargs = by_share[replica]
+            arguments = dict(enumerate(args)) | kwargs
+            proceed(0)
+            with (
+                threads.turn(Scope.SUBSTEP, replica, 0),
+                writes.watched("forward", "inputs", arguments) as watch,
+            ):
+                output = _output_of(modules[replica], args, kwargs)
+                watch.result = output
+            refuse_generators(output)
+            return output
+
+        replica_set = self._replicas.replica_set
+        leaves: list[Tensor] = []
+        # A single replica's gradients are those of all rows. In a backward pass, where
+        # a checkpoint calls again, gradients are arriving.
+        if len(modules) > 1 and current_graph_task() == -1:
+            leaves = [slot.tensor for slot in replica_set.trained if slot.is_leaf]
+        with (
+            parameter_writes_refused([replica_set]),
+            gradients_put_aside(leaves, [replica_set]),
+        ):
+            try:
+                return threads.run(work, range(len(modules)))
+            finally:
+                if replica_set.compiler is not None:
+                    replica_set.compiler.release()
+
+    def _rules(
+        self,
+        module: nn.Module,
+        arguments: Arguments,
+        outputs: Sequence[Any],
+        plan: Plan,
+        options: CallOptions,
+    ) -> dict[int, NumberRule]:
+        """How 0-dim outputs combine, after a look if one is due."""
+        if len(outputs) == 1:
+            return {}
+        args, kwargs = arguments
+        flags = self._replicas.replica_set.flags
+        call = CallOfLook(
+            module, args, kwargs, outputs, plan, options.dim, flags, self._workers
+        )
+        # A checkpoint has to find the same tensors when it computes them again.
+        is_again = saved_tensors_hooks() is not None or current_graph_task() != -1
+        return self._looks.rules_of(call, asks=options.verify and not is_again)
+
+    def _refuse_synchronised(self, plan: Plan) -> None:
+        if len(plan.shares) > 1:
+            is_there = self._replicas.replica_set.exchanges_statistics()
+            refuse_to_wait({_IN_A_CALL: is_there})
+
+    def _tell_of_layers(self, module: nn.Module) -> None:
+        """Warn once of layers and hooks that see the rows of one replica."""
+        has_statistics = any(map(uses_batch_statistics, module.modules()))
+        if has_statistics and self._told.mark("batch normalisation"):
+            warn(
+                "the module has batch normalisation, which normalises the rows of each "
+                "replica by themselves, as in nn.DataParallel, and keeps the running "
+                "statistics of the first one; forward_backward with nn.SyncBatchNorm, "
+                'or buffers="batch", has those of all rows'
+            )
+
+    # --- the output ---
+
+    def _joined(self, computed: OutputsOfReplicas, options: CallOptions) -> Any:
+        """The output of all rows, on the master, with a graph."""
+        outputs = computed.outputs
+        division = computed.division
+        if len(outputs) == 1:
+            return nested.map_tensors(lambda t: division.on_master(0, t), outputs[0])
+        dim = options.dim
+        rows = division.rows
+        lists = self._lists(computed.arguments)
+
+        places = {id(a): p for p, a in enumerate(nested.atoms(outputs[0]))}
+
+        def join_atoms(atoms: list[Any]) -> Any:
+            if all(isinstance(atom, Tensor) for atom in atoms):
+                if are_divided_alike(atoms, rows, dim):
+                    return division.join(atoms)
+                rule = computed.rules.get(places.get(id(atoms[0]), -1), BY_ROWS)
+                numbered = enumerate(atoms)
+                atoms = [division.on_master(number, atom) for number, atom in numbered]
+                if not atoms[0].ndim:
+                    return self._combined(atoms, rule, computed, options)
+            return join_rows(atoms, dim, rows, rows, lists=lists)
+
+        def is_atom(values: Sequence[Any]) -> bool:
+            return isinstance(values[0], PackedSequence) or (
+                lists != "never" and isinstance(values[0], list)
+            )
+
+        return nested.merge(join_atoms, outputs, is_atom)
+
+    def _combined(
+        self,
+        numbers: Sequence[Tensor],
+        rule: NumberRule,
+        computed: OutputsOfReplicas,
+        options: CallOptions,
+    ) -> Tensor:
+        """The number of all rows."""
+        parts = [range(s.start, s.stop) for s in computed.division.plan.shares]
+        args, kwargs = computed.arguments
+        weights = weights_of(rule, (args, kwargs), parts)
+        number = combined_number(numbers, weights, rule)
+        is_checked = options.check_finite and number.is_floating_point()
+        if is_checked and not bool(torch.isfinite(number)):
+            raise FloatingPointError(
+                f"a number that the module returns is {float(number.detach())}, and "
+                "check_finite=True; nothing was changed"
+            )
+        return number
+
+    def _lists(self, arguments: Arguments) -> Lists:
+        """Whether lists in outputs may have one entry per row."""
+        atoms = nested.atoms(arguments)
+        markers = [atom for atom in atoms if isinstance(atom, Marker)]
+        are_marked = any(marker.num_rows is not None for marker in markers)
+        return "if clear" if are_marked else "never"
+
+
+def _output_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return module(*args, **kwargs)
+    except (TypeError, AttributeError) as error:
+        # The signature is read after a failure only.
+        misfit = misfit_of_dataclass(error, module, args, kwargs)
+        if misfit is None and isinstance(error, TypeError):
+            inputs = args[0] if len(args) == 1 and not kwargs else args
+            misfit = misfit_of_inputs(module, inputs, args, kwargs)
+        if misfit is None:
+            raise
+        raise misfit from error

@@ -1,0 +1,281 @@
+"""Before the outputs of calls 1, 2, 4, 8, … are joined: may they be?
+
+The engine's look is asked about a few rows of the call, on the master::
+
+    outputs with rows     a sum of all entries, each times a number of its row
+    a 0-dim output        the loss itself: which of the rules of ``numbers`` give it
+
+A look compares values and gradients, of the user's own module with all these rows at
+once, and of a copy with parts of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scatterpar.batch import nested
+from scatterpar.batch.batch import batch_of
+from scatterpar.batch.markers import Marker
+from scatterpar.calls.division import are_divided_alike
+from scatterpar.calls.numbers import BY_ROWS, IGNORED_LABEL, NumberRule, rules_for
+from scatterpar.devices.transfers import Transfers
+from scatterpar.plan import Plan, Share
+from scatterpar.replicas.replicas import ReplicaOptions, Replicas
+from scatterpar.step.attempt import Attempt
+from scatterpar.step.loop_options import LoopOptions
+from scatterpar.step.loss_weights import compute_loss_weights
+from scatterpar.step.request import LossCandidate, Request
+from scatterpar.step.scatter import scatter
+from scatterpar.step.substeps import user_state_guarded
+from scatterpar.step.task import make_tasks
+from scatterpar.threads.workers import Workers
+from scatterpar.verify.choice import candidate_of
+from scatterpar.verify.look_request import LookRequest
+from scatterpar.verify.ranges import ranges_of_step
+from scatterpar.verify.verifier import Verifier
+
+_NUMBERS = 61  # per row; prime, so that no size of an output repeats them
+_REMEDIES = (
+    "Return what it is computed from, one entry per row, and compute the loss from the "
+    "joined output; or call the module itself."
+)
+
+
+@dataclass
+class CallOfLook:
+    """What a look needs of a call.
+
+    Attributes:
+        module: the user's module.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        outputs: those of the replicas.
+        plan: the rows of each.
+        dim: the dimension of the rows.
+        flags: a hash of the switches of the root.
+        workers: those of the call.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: Sequence[Any]
+    plan: Plan
+    dim: int
+    flags: Hashable
+    workers: Workers
+
+
+class CallLooks:
+    """Looks at the calls of a module and of its parts."""
+
+    def __init__(self) -> None:
+        self._verifiers: dict[Hashable, Verifier] = {}
+
+    def rules_of(self, call: CallOfLook, *, asks: bool) -> dict[int, NumberRule]:
+        """By which rules the 0-dim outputs combine, by their place among the atoms.
+
+        If it ``asks``, and a look is due, a few rows are computed.
+
+        Raises:
+            ValueError: parts of the rows give other outputs or gradients than all at
+                once.
+        """
+        atoms_by_replica = list(map(nested.atoms, call.outputs))
+        rules: dict[int, NumberRule] = {}
+        of_loss = BY_ROWS
+        with_rows: list[int] = []
+        sizes = [share.rows for share in call.plan.shares]
+        if len(set(map(len, atoms_by_replica))) > 1:
+            return rules
+        for place, atoms in enumerate(zip(*atoms_by_replica, strict=True)):
+            if not all(isinstance(atom, Tensor) for atom in atoms):
+                continue
+            if not atoms[0].ndim and atoms[0].is_floating_point():
+                rules[place] = BY_ROWS
+                if any(atom.requires_grad for atom in atoms):
+                    rules[place] = self._rule(call, place, asks)
+                    of_loss = rules[place]
+            elif atoms[0].is_floating_point() and are_divided_alike(
+                atoms, sizes, call.dim
+            ):
+                with_rows.append(place)
+        for place in rules:
+            if not atoms_by_replica[0][place].requires_grad:
+                rules[place] = of_loss
+        if with_rows and asks:
+            self._check_rows(call, with_rows)
+        return rules
+
+    def tell(self) -> None:
+        """The call has succeeded: warn of what looks have found."""
+        for verifier in self._verifiers.values():
+            verifier.tell()
+
+    def _check_rows(self, call: CallOfLook, places: Sequence[int]) -> None:
+        verifier = self._verifier((id(call.module), "rows"))
+        criterion = WeighedEntries(places, call.dim)
+        request = _request(call, criterion, _numbers_of_rows(call))
+        request = replace(request, reduction="sum")
+        _ask(verifier, call, request, [candidate_of(request)])
+
+    def _rule(self, call: CallOfLook, place: int, asks: bool) -> NumberRule:
+        """The rule for a 0-dim output with a gradient."""
+        verifier = self._verifier((id(call.module), place))
+        arguments = _inputs_of(call)[1]
+        rules = {rule.words: rule for rule in rules_for(arguments, call.dim)}
+        candidates = [_candidate(rule) for rule in rules.values()]
+        if not asks:
+            return rules[verifier.remaining(candidates)[0].words]
+        request = _request(call, NumberOfOutput(place), None)
+        request = replace(request, loss_name="the loss that the module returns")
+        chosen = _ask(verifier, call, request, candidates)
+        return rules[chosen.words]
+
+    def _verifier(self, key: Hashable) -> Verifier:
+        return self._verifiers.setdefault(key, Verifier())
+
+
+class WeighedEntries:
+    """The sum of the entries of outputs with rows, each times a number of its row."""
+
+    __qualname__ = "of all entries of the output"
+
+    def __init__(self, places: Sequence[int], dim: int) -> None:
+        """``places`` are those of the outputs among the atoms."""
+        self._places = places
+        self._dim = dim
+
+    def __call__(self, output: Any, numbers: Tensor) -> Tensor:
+        """The sum."""
+        numbers = numbers.movedim(self._dim, 0)
+        numbers = numbers.reshape(len(numbers), -1)
+        total: Tensor = numbers.new_zeros(())
+        atoms = nested.atoms(output)
+        for place in self._places:
+            by_row = atoms[place].movedim(self._dim, 0).reshape(len(numbers), -1)
+            places = torch.arange(by_row.size(1), device=by_row.device)
+            factors = numbers[:, (places + place) % _NUMBERS]
+            total = total + (by_row * factors.to(by_row.dtype)).sum()
+        return total
+
+
+class NumberOfOutput:
+    """One of the numbers that a module returns."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+        self.__qualname__ = f"the loss that the module returns (entry {place})"
+
+    def __call__(self, output: Any, _: Any) -> Tensor:
+        """The number."""
+        number: Tensor = nested.atoms(output)[self._place]
+        return number
+
+
+def _candidate(rule: NumberRule) -> LossCandidate:
+    if rule.is_sum:
+        return LossCandidate(rule.words, "sum")
+    return LossCandidate(rule.words, "mean", _count_of(rule))
+
+
+def _count_of(rule: NumberRule) -> Callable[[Any, Any], Any] | None:
+    position = rule.labels
+    if position is None:
+        return None
+
+    def count(inputs: Any, _: Any) -> Any:
+        labels = nested.tensors(inputs)[position]
+        if rule.is_shifted:
+            labels = labels[:, 1:]
+        return labels.ne(IGNORED_LABEL).sum()
+
+    return count
+
+
+class _WithBoth(nn.Module):
+    """Calls a module with positional and keyword arguments, which are its two own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, args: Any, kwargs: Any) -> Any:
+        """The module's output."""
+        return self.module(*args, **kwargs)
+
+
+def _inputs_of(call: CallOfLook) -> tuple[nn.Module, Any]:
+    """The module of a look, and the inputs that it gets."""
+    if not call.kwargs:
+        return call.module, call.args
+    if not call.args:
+        return call.module, call.kwargs
+    module = _WithBoth(call.module)
+    module.train(call.module.training)
+    module.training = call.module.training
+    return module, (call.args, call.kwargs)
+
+
+def _request(call: CallOfLook, criterion: Any, targets: Any) -> Request:
+    _, inputs = _inputs_of(call)
+
+    def without_graph(atom: Any) -> Any:
+        if isinstance(atom, Marker):
+            return atom.map(lambda value: nested.map_tensors(Tensor.detach, value))
+        return atom.detach() if isinstance(atom, Tensor) else atom
+
+    inputs = nested.map_atoms(without_graph, inputs)
+    batch = batch_of(inputs, targets, call.plan.rows, call.dim)
+    return Request([batch], call.dim, criterion)
+
+
+def _numbers_of_rows(call: CallOfLook) -> Tensor:
+    """A few numbers for each row, which are the same in all looks."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(call.plan.rows, _NUMBERS, generator=generator)
+    if call.dim in (0, -2):
+        return numbers
+    # Their rows are along the dimension of the call's.
+    return numbers.T[(None,) * max(0, call.dim - 1)]
+
+
+def _ask(
+    verifier: Verifier,
+    call: CallOfLook,
+    request: Request,
+    candidates: Sequence[LossCandidate],
+) -> LossCandidate:
+    """Look at a few rows if that is due. Returns the candidate that holds."""
+    known = verifier.remaining(candidates)
+    kind, details = verifier.kinds.kind_of(request, is_divided=True, flags=call.flags)
+    device = call.plan.shares[0].device
+    spans = [span for share in call.plan.shares for span in share.micro_batches]
+    # One replica computes all parts; in the call each is another replica's.
+    plan = Plan(call.plan.rows, (Share(0, device, tuple(spans)),))
+    request = request.combined_by(known[0])
+    replicas = Replicas([device], ReplicaOptions())
+    attempt = Attempt(request, plan, replicas, call.workers)
+    loop = LoopOptions(remedies=_REMEDIES, candidates=list(candidates))
+    open_request = LookRequest(attempt, request, None, True, known, loop)  # type: ignore[arg-type]
+    if open_request.is_open_between(known):
+        details = "open", kind.steps  # new in each call
+    if not kind.count_step(ranges_of_step(request), details):
+        return known[0]
+    module, _ = _inputs_of(call)
+    with torch.inference_mode(False), torch.enable_grad():
+        loaders = scatter(request.batches, plan, attempt.transfers)
+        replicas.refresh(module, None, Transfers())
+        attempt.weights = compute_loss_weights(request, plan, None)
+        (task,) = make_tasks(attempt, loaders)
+        share = Share(0, device, ((0, call.plan.rows),))
+        task = replace(task, share=share, criterion=request.criterion)
+        look_request = replace(open_request, task=task)
+        # The user's hooks see no gradient of a look.
+        with user_state_guarded(attempt):
+            return verifier.ask(look_request, kind)

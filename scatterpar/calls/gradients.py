@@ -1,0 +1,578 @@
+"""The gradients of replicas: on their way to the user's parameters, or waiting.
+
+The replicas' parameters are outputs of nodes whose inputs are the user's parameters.
+Replica 0 computes with the user's parameters themselves::
+
+    the user's p ---+--------------------------- replica 0 ---+
+                    +--- Connection --- copy --- replica 1 ---+--- joined outputs
+                                   +--- copy --- replica 2 ---+
+
+    in the node's backward pass
+      outside of no_sync()     the sum of what waits and what arrives, to p
+      inside of it             what arrives waits at its replica; p gets replica 0's
+
+Autograd runs the node after all calls of a replica in this pass, and the hooks of p
+after the node: once, with the whole gradient. The node has no values, so it serves all
+calls until the modules change.
+
+A reentrant checkpoint inside of a module runs backward passes of its own, with a part
+of a replica's gradients each. These wait until the pass around them ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from scatterpar.devices import coalescing
+from scatterpar.devices.coalescing import iter_copies
+from scatterpar.devices.copies import to_numbers
+from scatterpar.devices.streams import current_streams, use_device
+from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.write_counters import version
+from scatterpar.errors import Told, warn
+from scatterpar.replicas.replicas import ReplicaSet
+from scatterpar.replicas.slots import Slot
+from scatterpar.step.commit import attach
+from scatterpar.step.reduce import sum_in_order
+from scatterpar.torch_private.autograd import (
+    at_end_of_pass,
+    backward,
+    current_graph_task,
+    executes,
+)
+from scatterpar.torch_private.compiler import never_compiled
+from scatterpar.torch_private.tensors import version_counters_kept
+
+_HOOKS = attrgetter("_backward_hooks")
+# By replica (all except the first), the gradients of the user's tensors, by ``id``.
+ByReplica = list[dict[int, Tensor]]
+
+
+@dataclass
+class _Pass:
+    """A backward pass that has reached outputs of calls.
+
+    Attributes:
+        is_synced: whether it is outside of ``no_sync``.
+        is_selected: whether it computes the gradients of selected tensors, as
+            ``autograd.grad`` does.
+        arrived: gradients that wait when it has ended.
+        is_checked: whether it has been asked what the user has dropped.
+    """
+
+    is_synced: bool
+    is_selected: bool
+    arrived: ByReplica
+    is_checked: bool = False
+
+
+@dataclass
+class _Mark:
+    """The user's ``.grad`` as autograd has left it.
+
+    Attributes:
+        gradient: the tensor.
+        version: how often it was written.
+        is_changed: whether somebody else has written it by then.
+    """
+
+    gradient: Tensor | None
+    version: int = 0
+    is_changed: bool = False
+
+
+@dataclass
+class _Bucket:
+    """Tensors of the user's that one node connects with their copies."""
+
+    gradients: CallGradients
+    tensors: list[Tensor]
+    dtypes: list[torch.dtype]  # in which gradients are added
+    streams: Sequence[torch.Stream] = field(default_factory=current_streams)
+
+
+class CallGradients:
+    """The gradients of one module's replicas, except the first.
+
+    Attributes:
+        sentinel: a leaf that all joined outputs depend on.
+        is_synced: whether backward passes add gradients to the user's parameters.
+        were_added: whether they did since this was last set to ``False``.
+        transfers: counts the copies of the next sums.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.sentinel = torch.zeros((), requires_grad=True)
+        self.is_synced = True
+        self.were_added = False
+        self.transfers = Transfers()
+        self._devices = list(devices)
+        self.blocks = _blocks(len(self._devices))
+        self._passes: dict[int, _Pass] = {}
+        self._waiting: ByReplica = self._nothing()
+        self._tensors: dict[int, Tensor] = {}  # the user's, for which gradients wait
+        self._marks: dict[int, _Mark] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._told = Told()
+        # What is connected at present.
+        self._slots: Sequence[Slot] = ()
+        self._alone: frozenset[int] = frozenset()
+        self._copies: list[Tensor] = []
+
+    # --- the graph ---
+
+    def connect(self, replica_set: ReplicaSet) -> None:
+        """Let the replicas' tensors depend on the user's, unless they do."""
+        slots = replica_set.slots
+        trained = [slot for slot in slots if slot.is_trained]
+        # A backward pass that does not use these must not reach them: autograd would
+        # call their hooks without a gradient, or run a graph that it has freed.
+        alone = frozenset(
+            slot.number for slot in trained if not slot.is_leaf or _HOOKS(slot.tensor)
+        )
+        if slots is self._slots and alone == self._alone:
+            return
+        replicas = replica_set.replicas[1:]
+        self.disconnect(replica_set)
+        self._add_lost({id(slot.tensor) for slot in trained})
+        with torch.inference_mode(False), torch.enable_grad():
+            for numbers in _buckets(trained, alone):
+                originals = [slots[number].tensor for number in numbers]
+                dtypes = [
+                    slots[number].sum_dtype or torch.float32 for number in numbers
+                ]
+                copies: list[Tensor] = []
+                for replica in replicas:
+                    copies += [replica.tensors[number] for number in numbers]
+                # A copy shares its version counter with the memory that it uses.
+                with version_counters_kept(copies):
+                    for copy in copies:
+                        copy.requires_grad_(False)
+                    _connect(_Bucket(self, originals, dtypes), copies)
+                self._copies += copies
+        self._slots = slots
+        self._alone = alone
+
+    def disconnect(self, replica_set: ReplicaSet) -> None:
+        """Make the replicas' tensors leaves again, for steps."""
+        for copy in self._copies:
+            copy.detach_()
+        self._copies = []
+        self._slots = ()
+        for replica in replica_set.replicas[1:]:
+            replica.set_requires_grad(replica_set.slots)
+
+    # --- backward passes ---
+
+    def begin_pass(self) -> None:
+        """The present backward pass has reached an output of a call."""
+        task = current_graph_task()
+        if task in self._passes:
+            return
+        is_selected = not executes(self.sentinel)
+        self._passes[task] = _Pass(self.is_synced, is_selected, self._nothing())
+        at_end_of_pass(partial(self._end_pass, task))
+
+    def arrive(
+        self, bucket: _Bucket, gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """The gradients of a bucket's copies have arrived, of replica by replica.
+
+        Returns what the user's tensors get: a block of the tree's after the other.
+
+        Raises:
+            RuntimeError: ``autograd.grad`` of parameters inside of ``no_sync``, or
+                a change of ``.grad`` that replicas do not see.
+        """
+        arrived = self._nothing()
+        count = len(bucket.tensors)
+        for position, gradient in enumerate(gradients):
+            if gradient is not None:
+                replica, number = divmod(position, count)
+                tensor = bucket.tensors[number]
+                dtype = bucket.dtypes[number]
+                if gradient.dtype != dtype:
+                    gradient = gradient.to(dtype)
+                arrived[replica][id(tensor)] = gradient
+        task = current_graph_task()
+        if not self._passes:  # it has reached the graph past all outputs
+            self.begin_pass()
+        of_pass = self._passes.get(task)
+        if of_pass is None:  # of a checkpoint inside of a replica
+            *_, around = self._passes.values()
+            self._keep(around.arrived, arrived, bucket.tensors)
+            return [None] * (count * len(self.blocks))
+        if of_pass.is_selected:
+            if not of_pass.is_synced:
+                raise RuntimeError(_PARTLY_SELECTED)
+            return self._sums(bucket, arrived)
+        if not of_pass.is_checked:
+            of_pass.is_checked = True
+            self.forget_dropped()
+        if not of_pass.is_synced:
+            self._keep(of_pass.arrived, arrived, bucket.tensors)
+            return [None] * (count * len(self.blocks))
+        for waiting, of_replica in zip(self._waiting, arrived, strict=True):
+            for tensor in bucket.tensors:
+                earlier = waiting.pop(id(tensor), None)
+                if earlier is not None:
+                    _plus_in(of_replica, id(tensor), earlier)
+        return self._sums(bucket, arrived)
+
+    def _sums(self, bucket: _Bucket, by_replica: ByReplica) -> list[Tensor | None]:
+        """For each block of the tree the sums of its replicas, on the master.
+
+        ::
+
+            ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))    the tree, from left to right:
+            0,  1,  2 + 3,  (4 + 5) + (6 + 7)            replica 0, and three blocks
+        """
+        master = self._devices[0]
+        is_recorded = torch.is_grad_enabled()
+        sums: list[Tensor | None] = []
+        with use_device(master, bucket.streams):
+            for block in self.blocks:
+                parts = [by_replica[replica - 1] for replica in block]
+                devices = [self._devices[replica] for replica in block]
+                if len(block) > 1 and not is_recorded:
+                    # Autograd's tensors may be somebody else's, too.
+                    parts[0] = {k: g.clone() for k, g in parts[0].items()}
+                total = sum_in_order(
+                    parts, devices, self.transfers, in_place=not is_recorded
+                )
+                if devices[0] != master:
+                    messages = iter_copies(total, master, self.transfers, "reduce")
+                    total = {}
+                    for message in messages:
+                        total |= message
+                sums += [total.get(id(tensor)) for tensor in bucket.tensors]
+        return sums
+
+    def _end_pass(self, task: int) -> None:
+        """The pass has ended: gradients have been added, or wait from now on."""
+        of_pass = self._passes.pop(task)
+        if of_pass.is_selected:
+            return
+        for waiting, arrived in zip(self._waiting, of_pass.arrived, strict=True):
+            for key, gradient in arrived.items():
+                _plus_in(waiting, key, gradient)
+        if not of_pass.is_synced:
+            self._mark()
+            return
+        self.were_added = True
+        # Of checkpoints inside of replicas, and of parameters that only earlier passes
+        # have used.
+        self.add_waiting()
+
+    def end_failed_passes(self) -> None:
+        """Forget passes that have raised, with what has arrived in them."""
+        if self._passes and current_graph_task() == -1:
+            self._passes.clear()
+
+    # --- gradients that wait ---
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether gradients wait at their replicas."""
+        return any(self._waiting)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """In the body, backward passes leave gradients at their replicas."""
+        before = self.is_synced
+        self.is_synced = False
+        try:
+            yield
+        finally:
+            self.is_synced = before
+
+    def add_waiting(self, only: Iterable[int] | None = None) -> None:
+        """Add gradients that wait to the user's ``.grad``, or ``only`` those of these
+        tensors, by ``id``.
+        """
+        if not self.is_waiting:
+            return
+        keys = set().union(*self._waiting)
+        if only is not None:
+            keys &= set(only)
+        parts: ByReplica = []
+        for waiting in self._waiting:
+            parts.append({key: waiting.pop(key) for key in keys & waiting.keys()})
+        with torch.no_grad():
+            # The first one is of replica 0, whose gradients are there already.
+            sums = sum_in_order(
+                [{}, *parts], self._devices, self.transfers, in_place=True
+            )
+        pairs = [(self._tensors[key], gradient) for key, gradient in sums.items()]
+        self._release(keys)
+        self.were_added = True
+        pairs = [(tensor, gradient) for tensor, gradient in pairs if tensor.is_leaf]
+        if not pairs:
+            return
+        if any(_HOOKS(tensor) for tensor, _ in pairs):
+            self._tell_of_parts()
+        with torch.inference_mode(False), torch.enable_grad():
+            device = pairs[0][0].device
+            root = attach(partial(torch.zeros, (), device=device), pairs)
+            backward([root], [root.detach()])
+
+    def add_before(self, optimizer: Optimizer) -> None:
+        """Before a step of an optimizer: add what waits for its parameters."""
+        keys = self._waiting_of(optimizer)
+        if not keys:  # it is another module's
+            return
+        self.end_failed_passes()
+        self.forget_dropped()
+        keys = self._waiting_of(optimizer)
+        if not keys:
+            return
+        self.add_waiting(keys)
+        if self._told.mark("step"):
+            warn(
+                "an optimizer steps while gradients wait at the replicas, because the "
+                "last backward pass was inside of no_sync(): they were added before "
+                "this step, but what has read .grad by then, such as a norm, has not "
+                "seen them; make the last backward pass before a step outside of "
+                "no_sync()"
+            )
+
+    def _waiting_of(self, optimizer: Optimizer) -> set[int]:
+        """The ``id`` of each parameter of an optimizer for which gradients wait."""
+        waiting = set().union(*self._waiting)
+        keys: set[int] = set()
+        if waiting:
+            for group in optimizer.param_groups:
+                keys |= waiting.intersection(map(id, group["params"]))
+        return keys
+
+    def drop_waiting(self) -> None:
+        """Drop gradients that wait."""
+        keys = set().union(*self._waiting)
+        self._waiting = self._nothing()
+        self._release(keys)
+
+    def forget_dropped(self) -> None:
+        """Drop gradients that wait where the user has dropped replica 0's.
+
+        Raises:
+            RuntimeError: a ``.grad`` has changed in another way.
+        """
+        if not self._marks or not self.is_waiting:
+            return
+        dropped: set[int] = set()
+        is_kept = False
+        for key, mark in self._marks.items():
+            if mark.gradient is None:  # no replica 0's: nothing that could be dropped
+                continue
+            gradient = self._tensors[key].grad
+            if gradient is None:
+                dropped.add(key)
+                continue
+            is_same = gradient is mark.gradient and version(gradient) == mark.version
+            if is_same and not mark.is_changed:
+                is_kept = True
+            elif not mark.is_changed and _has_no_entry(gradient):
+                dropped.add(key)
+            else:
+                raise RuntimeError(_changed_while_waiting(self._tensors[key]))
+        if dropped and not is_kept:
+            dropped = set(self._marks)
+        for waiting in self._waiting:
+            for key in dropped:
+                waiting.pop(key, None)
+        self._release(dropped)
+
+    def _keep(
+        self, kept: ByReplica, arrived: ByReplica, tensors: Iterable[Tensor]
+    ) -> None:
+        by_id = {id(tensor): tensor for tensor in tensors}
+        with torch.no_grad():
+            for of_replica, gradients in zip(kept, arrived, strict=True):
+                for key, gradient in gradients.items():
+                    self._tensors[key] = by_id[key]
+                    _plus_in(of_replica, key, gradient.detach())
+
+    def _mark(self) -> None:
+        """Remember the user's gradients, to see later whether they were dropped."""
+        _listen_before_steps()
+        _all_gradients.add(self)
+        for key in set().union(*self._waiting):
+            tensor = self._tensors[key]
+            if not tensor.is_leaf:
+                continue
+            if key not in self._marks:
+                hook = tensor.register_post_accumulate_grad_hook(self._note)
+                self._hooks.append(hook)
+            gradient = tensor.grad
+            present = 0 if gradient is None else version(gradient)
+            self._marks[key] = _Mark(gradient, present)
+
+    def _note(self, tensor: Tensor) -> None:
+        """Autograd has accumulated a gradient, such as a penalty's; others wait."""
+        mark = self._marks.get(id(tensor))
+        if mark is None or mark.gradient is None or tensor.grad is None:
+            return
+        present = version(tensor.grad)
+        # Autograd writes once, or not at all if nothing has arrived.
+        is_known = tensor.grad is mark.gradient and present - mark.version in (0, 1)
+        mark.is_changed |= not is_known
+        mark.version = present
+
+    def _release(self, keys: Iterable[int]) -> None:
+        """Nothing waits for these tensors any more."""
+        for key in keys:
+            self._marks.pop(key, None)
+        if self.is_waiting:
+            return
+        self._marks.clear()
+        self._tensors.clear()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _add_lost(self, connected: set[int]) -> None:
+        """Add what waits for tensors that are not connected any more."""
+        lost = set().union(*self._waiting) - connected
+        if lost:
+            self.forget_dropped()
+            self.add_waiting(lost)
+
+    def _tell_of_parts(self) -> None:
+        if self._told.mark("parts"):
+            warn(
+                "hooks on parameters run twice, each time with a part of the gradient: "
+                "for what reentrant checkpoints inside of the module compute, and for "
+                "parameters that only passes inside of no_sync() have used; with "
+                "checkpoint(…, use_reentrant=False) they run once"
+            )
+
+    def _nothing(self) -> ByReplica:
+        return [{} for _ in self._devices[1:]]
+
+
+class _Connection(torch.autograd.Function):
+    """Connects the user's tensors with replicas' copies of them.
+
+    The copies stay the objects that they are. Each of the user's tensors is an input
+    once per block of the tree, so that autograd adds the blocks in this order.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, bucket: _Bucket, sentinel: Tensor, copies: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.bucket = bucket
+        ctx.copies = copies
+        # A parameter that a replica does not use has no gradient, not one of zeros.
+        ctx.set_materialize_grads(False)
+        connected = tensors[len(tensors) - copies :]
+        ctx.mark_dirty(*connected)
+        # The first output is on the master: so is the thread of the backward pass.
+        return sentinel.new_zeros((), device=bucket.tensors[0].device), *connected
+
+    @staticmethod
+    @never_compiled  # a compiled function may call ``backward()``
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        bucket: _Bucket = ctx.bucket
+        sums = bucket.gradients.arrive(bucket, gradients[1:])
+        return None, None, None, *sums, *[None] * ctx.copies
+
+
+def _connect(bucket: _Bucket, copies: list[Tensor]) -> None:
+    gradients = bucket.gradients
+    inputs = bucket.tensors * len(gradients.blocks)
+    _Connection.apply(bucket, gradients.sentinel, len(copies), *inputs, *copies)  # type: ignore[no-untyped-call]
+
+
+def _blocks(count: int) -> list[range]:
+    """The replicas whose sums the tree adds to replica 0's, one block after another.
+
+    >>> _blocks(6)
+    [range(1, 2), range(2, 4), range(4, 6)]
+    """
+    blocks: list[range] = []
+    start = 1
+    while start < count:
+        blocks.append(range(start, min(2 * start, count)))
+        start *= 2
+    return blocks
+
+
+def _buckets(slots: Sequence[Slot], alone: frozenset[int]) -> list[list[int]]:
+    """The numbers of the slots that one node connects.
+
+    Their sums are on the master at the same time. Those of ``alone`` have a node each.
+    """
+    buckets: list[list[int]] = [[slot.number] for slot in slots if slot.number in alone]
+    free_bytes = 0
+    for slot in slots:
+        if slot.number in alone:
+            continue
+        if slot.tensor.nbytes > free_bytes:
+            buckets.append([])
+            free_bytes = coalescing.CHUNK_BYTES
+        buckets[-1].append(slot.number)
+        free_bytes -= slot.tensor.nbytes
+    return buckets
+
+
+def _plus_in(total: dict[int, Tensor], key: int, gradient: Tensor) -> None:
+    """Add a gradient, which may be somebody else's tensor, too."""
+    earlier = total.get(key)
+    if earlier is None:
+        total[key] = gradient
+    elif earlier.layout == torch.strided:
+        total[key] = earlier + gradient
+    else:
+        total[key] = gradient + earlier
+
+
+def _has_no_entry(gradient: Tensor) -> bool:
+    values = gradient.detach()
+    if values.layout != torch.strided:
+        values = values.to_dense()
+    return not to_numbers(values.count_nonzero())
+
+
+_PARTLY_SELECTED = (
+    "torch.autograd.grad (or backward(inputs=…)) of a module's parameters inside of "
+    "no_sync() would have replica 0's part alone; call it outside of no_sync()"
+)
+
+
+def _changed_while_waiting(tensor: Tensor) -> str:
+    return (
+        f"the .grad of a parameter of shape {tuple(tensor.shape)} was changed while "
+        "gradients of other replicas wait, because no_sync() was entered: these would "
+        "not be changed alike; clip, unscale or write .grad after a backward pass "
+        "outside of no_sync(), or drop all by zero_grad()"
+    )
+
+
+# --- optimizers ---
+
+_all_gradients: weakref.WeakSet[CallGradients] = weakref.WeakSet()
+
+
+@functools.cache
+def _listen_before_steps() -> RemovableHandle:
+    """Register the one hook of all engines; later calls do nothing."""
+    return register_optimizer_step_pre_hook(_add_before_step)
+
+
+def _add_before_step(optimizer: Optimizer, *_: Any) -> None:
+    for gradients in list(_all_gradients):
+        gradients.add_before(optimizer)

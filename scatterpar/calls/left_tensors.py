@@ -1,0 +1,96 @@
+"""Tensors that a call leaves in its module: in attributes, or in what hooks fill.
+
+::
+
+    features["hidden"] = output     by a hook: its own dict in each replica
+    self.hidden = hidden            in forward
+
+If they have rows, they are joined as outputs are, and what replica 0 has left in the
+user's module is replaced. Anything else there is replica 0's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from scatterpar.batch import nested
+from scatterpar.calls.division import Division, are_divided_alike
+from scatterpar.calls.replicas_of_call import ReplicasOfCall
+from scatterpar.errors import Told, warn
+from scatterpar.objects.snapshot import entries_of
+from scatterpar.replicas.computed_weights import name_of_computed
+from scatterpar.replicas.refused_modules import refuse_created
+from scatterpar.replicas.replicas import Replica
+
+
+def join_left_tensors(
+    replicas_of_call: ReplicasOfCall, division: Division, told: Told
+) -> None:
+    """Join the tensors that the call has left in the user's containers.
+
+    Raises:
+        ValueError: the call has created a parameter or a module.
+    """
+    replica_set = replicas_of_call.replica_set
+    others = replicas_of_call.others(len(division.rows))
+    is_divided = len(division.rows) > 1
+    # Hooks of torch set these weights in each forward pass.
+    known = {
+        (id(vars(module)), name_of_computed(hook))
+        for module, hook in replica_set.computed
+    }
+    for number, container, saved in replica_set.changed_containers():
+        before = dict(entries_of(saved))
+        for key, value in list(entries_of(container)):
+            if key in before and before[key] is value:
+                continue
+            if not isinstance(container, (dict, list)) or (id(container), key) in known:
+                continue
+            if not is_divided or not any(_is_tensor(a) for a in nested.atoms(value)):
+                continue
+            values = [value, *_counterparts(number, key, others)]
+            container[key] = _joined_or_first(values, key, division, told)
+    if is_divided:
+        refuse_created(replica_set.root, replica_set.tensors)
+    replica_set.share_written_data()
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _counterparts(number: int, key: Any, others: Sequence[Replica]) -> list[Any]:
+    values: list[Any] = []
+    for replica in others:
+        entries = dict(entries_of(replica.containers[number]))
+        values.append(entries.get(replica.copy_of(key)))
+    return values
+
+
+def _joined_or_first(
+    values: list[Any], name: Any, division: Division, told: Told
+) -> Any:
+    """The values of all replicas as one, or that of replica 0."""
+
+    def join_atoms(atoms: list[Any]) -> Any:
+        first = atoms[0]
+        if not all(map(_is_tensor, atoms)):
+            return first
+        if are_divided_alike(atoms, division.rows, division.dim):
+            return division.join(atoms)
+        if first.requires_grad and told.mark(("left", str(name))):
+            warn(
+                f"forward, or a hook, leaves a tensor of shape {tuple(first.shape)} in "
+                f"{name!r}, which has no rows: it is that of the rows of the first "
+                "replica alone; return it from forward, or keep what it is computed "
+                "from, one entry per row"
+            )
+        return first
+
+    try:
+        return nested.merge(join_atoms, values)
+    except ValueError:  # mappings with other keys
+        return values[0]

@@ -1,0 +1,115 @@
+"""How the 0-dim outputs of replicas combine: as the loss of all rows does.
+
+::
+
+    mean by rows               of a loss that is a mean over rows
+    mean by labels             of one over labels that are not -100
+    mean by shifted labels     the same without the first label of each row
+    sum                        of a sum
+
+A look tells which of them hold (``call_look``). Several may, as the first two do where
+no label is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scatterpar.batch import nested
+from scatterpar.devices.copies import to_numbers
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True)
+class NumberRule:
+    """A way in which numbers of parts combine.
+
+    Attributes:
+        words: the way, as texts name it.
+        is_sum: whether they are added; else their mean is weighted.
+        labels: the position of the labels among the tensors of the arguments; ``None``
+            for weights by rows.
+        is_shifted: whether the first label of each row does not count.
+    """
+
+    words: str
+    is_sum: bool = False
+    labels: int | None = None
+    is_shifted: bool = False
+
+
+BY_ROWS = NumberRule("a mean over rows")
+SUM = NumberRule("a sum", is_sum=True)
+
+
+def rules_for(arguments: object, dim: int) -> list[NumberRule]:
+    """The rules that are possible for these arguments, the likeliest first."""
+    rules = [BY_ROWS]
+    for position, tensor in enumerate(_tensors(arguments)):
+        is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+        if is_integer and tensor.dtype is not torch.bool and tensor.ndim and not dim:
+            words = "a mean over labels that are not -100"
+            rules.append(NumberRule(words, labels=position))
+            if tensor.ndim > 1:
+                words = "a mean over labels that are not -100, shifted by one"
+                rules.append(NumberRule(words, labels=position, is_shifted=True))
+    return [*rules, SUM]
+
+
+def weights_of(
+    rule: NumberRule, arguments: object, parts: Sequence[Sequence[int]]
+) -> list[float]:
+    """The weights of parts, which are numbers of rows of the ``arguments``."""
+    if rule.is_sum:
+        return [1.0] * len(parts)
+    if rule.labels is None:
+        return [float(len(rows)) for rows in parts]
+    labels = _tensors(arguments)[rule.labels]
+    if rule.is_shifted:
+        labels = labels[:, 1:]
+    # In one copy: a label on a device is waited for.
+    counts = (
+        labels.detach().ne(IGNORED_LABEL).flatten(1).sum(1)
+        if labels.ndim > 1
+        else (labels.detach().ne(IGNORED_LABEL))
+    )
+    by_row: list[float] = to_numbers(counts)
+    return [float(sum(by_row[row] for row in rows)) for rows in parts]
+
+
+def are_alike(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Whether two lists of weights are proportional."""
+    return all(
+        abs(a * sum(second) - b * sum(first)) <= 1e-9 * sum(first) * sum(second)
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def combined_number(
+    numbers: Sequence[Tensor], weights: Sequence[float], rule: NumberRule
+) -> Tensor:
+    """One number of those of parts. A mean of no terms is ignored, as it is NaN."""
+    first = numbers[0]
+    if rule.is_sum:
+        return torch.stack(list(numbers)).sum(dtype=first.dtype)
+    total = sum(weights)
+    if not total:  # all are ignored: torch's mean of none is NaN
+        return torch.stack(list(numbers)).mean()
+    # At least float32: a mean of halves would be rounded in each sum.
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    terms: list[Tensor] = []
+    for number, weight in zip(numbers, weights, strict=True):
+        if weight:
+            terms.append(number.to(dtype) * (weight / total))
+    mean = torch.stack(terms).sum()
+    is_integer = not (first.is_floating_point() or first.is_complex())
+    return mean if is_integer else mean.to(first.dtype)
+
+
+def _tensors(arguments: object) -> list[Tensor]:
+    return nested.tensors(arguments)

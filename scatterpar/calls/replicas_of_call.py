@@ -1,0 +1,154 @@
+"""The replicas of a module as its calls need them: followed in every call.
+
+Parameters are sent when they have changed::
+
+    a call              versions are compared
+    the first call      values, too: a write through ``.data`` raises no version
+    after gradients
+    were added
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scatterpar.calls.gradients import CallGradients
+from scatterpar.devices.coalescing import copy_each
+from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.write_counters import versions
+from scatterpar.objects.reach import closed_over
+from scatterpar.objects.references import MUTABLE_CONTAINERS
+from scatterpar.objects.whose import is_user_function
+from scatterpar.replicas.buffers import written_unseen
+from scatterpar.replicas.replicas import Replica, ReplicaSet
+
+
+class _Root(nn.Module):
+    """What replicas copy: a module, and the containers that its hooks close over."""
+
+    def __init__(self, root: nn.Module, boxes: list[Any]) -> None:
+        super().__init__()
+        self.root = root
+        self.boxes = boxes
+
+
+class ReplicasOfCall:
+    """The replicas of ``root``, of which the first is ``root`` itself.
+
+    Attributes:
+        gradients: those of the replicas.
+        replica_set: the copies. That of the first replica is not called: it has the
+            values of the buffers before a call.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        device_ids: Sequence[torch.device],
+        replica_set: ReplicaSet,
+    ) -> None:
+        self.root = root
+        self.gradients = CallGradients(device_ids)
+        self.replica_set = replica_set
+        self._device_ids = tuple(device_ids)
+        self._replicated: nn.Module = root
+        self._versions: Sequence[int] = ()
+        self._unseen: frozenset[int] = frozenset()
+        self._seen: tuple[int, int] = (-1, -1)  # builds and sends
+
+    def refresh(self, transfers: Transfers) -> None:
+        """Update the replicas to match the root."""
+        self._find_boxes()
+        replica_set = self.replica_set
+        with torch.inference_mode(False), torch.no_grad():
+            replica_set.follow(self._replicated, self._device_ids, may_lack_data=True)
+            seen = replica_set.builds, replica_set.sends
+            reads_values = seen != self._seen or self.gradients.were_added
+            present = versions(replica_set.tensors)
+            changed: Set[int] = frozenset()
+            broadcast = replica_set.broadcast
+            if reads_values:
+                broadcast.update(transfers, broadcast.compare())
+                self.gradients.were_added = False
+            else:
+                if present != self._versions or self._unseen:
+                    pairs = enumerate(zip(present, self._versions, strict=True))
+                    written = {n for n, (now, before) in pairs if now != before}
+                    changed = written | self._unseen
+                broadcast.send_written(self._unseen, transfers)
+            for replica in replica_set.replicas:
+                replica.refresh_written(changed, reads_values=reads_values)
+            self._versions = present
+            self._seen = seen
+            unseen = set(map(id, written_unseen(replica_set.modules)))
+            if unseen:
+                numbers = enumerate(replica_set.tensors)
+                self._unseen = frozenset(n for n, t in numbers if id(t) in unseen)
+            else:
+                self._unseen = frozenset()
+        self.gradients.connect(replica_set)
+
+    def modules_of(self, module: nn.Module, count: int) -> list[nn.Module]:
+        """The module, and its copies in the other replicas."""
+        replicas = self.replica_set.replicas[1:count]
+        return [module, *(replica.copy_of(module) for replica in replicas)]
+
+    def others(self, count: int) -> Sequence[Replica]:
+        """The first ``count`` replicas, except the first one."""
+        return self.replica_set.replicas[1:count]
+
+    def restore_buffers(self) -> None:
+        """Restore the attributes of the user's modules, and the values of buffers."""
+        replica_set = self.replica_set
+        registries: set[int] = set()
+        for module in replica_set.modules:
+            registries |= {id(module._buffers), id(module._parameters)}
+            registries |= {id(module._modules), id(vars(module))}
+        for _, container, saved in replica_set.changed_containers():
+            if id(container) in registries:
+                container.clear()
+                container.update(saved)
+        if not replica_set.replicas:
+            return
+        copies = replica_set.replicas[0].own_tensors()
+        with torch.no_grad():
+            targets: list[Tensor] = []
+            values: list[Tensor] = []
+            for number, value in copies.items():
+                target = replica_set.tensors[number]
+                is_written = target._version != self._versions[number]
+                if is_written or number in self._unseen:
+                    targets.append(target)
+                    values.append(value)
+            copy_each(targets, values)
+
+    def _find_boxes(self) -> None:
+        """Find containers that hooks close over: replicas fill their own."""
+        hooks: list[Any] = []
+        for module in self.root.modules():
+            for registry in (
+                module._forward_hooks,
+                module._forward_pre_hooks,
+                module._backward_hooks,
+                module._backward_pre_hooks,
+            ):
+                if registry:
+                    hooks += registry.values()
+        boxes = list(_boxes_of(hooks)) if hooks else []
+        present = getattr(self._replicated, "boxes", [])
+        if list(map(id, boxes)) == list(map(id, present)):
+            return
+        self._replicated = _Root(self.root, boxes) if boxes else self.root
+
+
+def _boxes_of(hooks: Iterable[Any]) -> Iterable[Any]:
+    of_user = [hook for hook in hooks if is_user_function(hook)]
+    functions = [hook for hook in of_user if isinstance(hook, FunctionType)]
+    for value in closed_over(functions):
+        if type(value) in MUTABLE_CONTAINERS:
+            yield value

@@ -1,0 +1,173 @@
+"""Gradients of replicas: hooks, what waits, what is dropped, what is refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness.oracle import assert_gradients, build, gradients, randint, randn
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+
+LAYOUTS = [
+    ["cpu"] * 2,
+    ["cpu:0", "cpu:1", "cpu:0"],
+    ["cpu:0", "cpu:1", "cpu:2", "cpu:3"],
+]
+ROWS, LABELS = randn(13, 6), randint(3, 13)
+
+
+@pytest.fixture(params=LAYOUTS, ids="+".join)
+def pair(request):
+    """An engine with its module, and the same module by itself."""
+    net, plain = build(mlp), build(mlp)
+    with ScatterOnceParallel(net, device_ids=request.param, verify=False) as engine:
+        yield engine, net, plain
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def loss_of(call):
+    return F.cross_entropy(call(ROWS), LABELS)
+
+
+@pytest.mark.parametrize(
+    "register", ["register_hook", "register_post_accumulate_grad_hook"]
+)
+def test_hooks_run_once_with_the_sum(pair, register):
+    engine, net, plain = pair
+    seen = {net: [], plain: []}
+    for call, module in ((engine, net), (plain, plain)):
+        weight = module[0].weight
+
+        def hook(value, module=module):
+            gradient = value.grad if value.grad is not None else value
+            seen[module].append(gradient.detach().clone())
+
+        getattr(weight, register)(hook)
+        for _ in range(2):
+            loss_of(call).backward()
+    assert len(seen[net]) == 2
+    torch.testing.assert_close(seen[net], seen[plain])
+
+
+def test_sum_has_the_same_bits_every_time(pair):
+    engine, net, _ = pair
+    loss_of(engine).backward()
+    found = gradients(net)
+    net.zero_grad()
+    loss_of(engine).backward()
+    for name, gradient in gradients(net).items():
+        assert torch.equal(found[name], gradient), name
+
+
+def test_clipping_while_gradients_wait_is_refused(pair):
+    engine, net, _ = pair
+    with engine.no_sync():
+        loss_of(engine).backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+    with pytest.raises(RuntimeError, match=r"no_sync\(\) was entered"):
+        engine(ROWS)
+    net.zero_grad()
+    loss_of(engine).backward()
+
+
+def test_clipping_before_the_pass_itself_is_refused(pair):
+    engine, net, _ = pair
+    losses = [loss_of(engine), loss_of(engine)]
+    with engine.no_sync():
+        losses[0].backward()
+    net[0].weight.grad.mul_(0.5)
+    with pytest.raises(RuntimeError, match="no_sync"):
+        losses[1].backward()
+
+
+def test_selected_gradients_refused_in_no_sync(pair):
+    engine, net, _ = pair
+    loss = loss_of(engine)
+    with engine.no_sync(), pytest.raises(RuntimeError, match=r"no_sync\(\)"):
+        torch.autograd.grad(loss, list(net.parameters()))
+
+
+def test_selected_gradients_leave_what_waits(pair):
+    engine, net, plain = pair
+    loss_of(plain).backward()
+    loss_of(plain).backward()
+    with engine.no_sync():
+        loss_of(engine).backward()
+    found = torch.autograd.grad(loss_of(engine), list(net.parameters()))
+    torch.testing.assert_close(
+        [2 * g for g in found], [p.grad for p in plain.parameters()]
+    )
+    loss_of(engine).backward()
+    assert_gradients(net, gradients(plain))
+
+
+def test_failed_pass_leaves_nothing_for_the_next(pair):
+    engine, net, plain = pair
+
+    def fails(gradient):
+        raise LookupError("mine")
+
+    loss = loss_of(engine)
+    handle = net[2].bias.register_hook(fails)
+    with engine.no_sync(), pytest.raises(LookupError, match="mine"):
+        loss_of(engine).backward()
+    handle.remove()
+    net.zero_grad()
+    loss_of(engine).backward()
+    loss_of(plain).backward()
+    assert_gradients(net, gradients(plain))
+    del loss
+
+
+def test_optimizer_adds_what_waits_and_warns_once(pair):
+    engine, net, plain = pair
+    optimizer, other = (torch.optim.SGD(m.parameters(), 0.1) for m in (net, plain))
+    for number in range(2):
+        with engine.no_sync():
+            loss_of(engine).backward()
+        loss_of(plain).backward()
+        if number:
+            optimizer.step()
+        else:
+            with pytest.warns(UserWarning, match="gradients wait"):
+                optimizer.step()
+        other.step()
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_unused_parameter_has_no_gradient(pair):
+    engine, net, _ = pair
+    net.append(build(lambda: nn.Linear(3, 3)))
+    net.forward = lambda rows: net[2](net[1](net[0](rows)))
+    net[3].weight.register_hook(lambda gradient: gradient.clone())
+    loss_of(engine).backward()
+    assert net[3].weight.grad is None
+    assert net[0].weight.grad is not None
+
+
+def test_steps_and_calls_of_one_engine_alternate(pair):
+    engine, net, plain = pair
+    criterion = nn.CrossEntropyLoss()
+    for _ in range(2):
+        loss_of(engine).backward()
+        engine.forward_backward(ROWS, LABELS, criterion)
+        loss_of(plain).backward()
+        loss_of(plain).backward()
+    assert_gradients(net, gradients(plain))
+
+
+def test_bytes_of_gradients_are_counted_once(pair):
+    engine, net, _ = pair
+    with engine.no_sync():
+        for _ in range(3):
+            loss_of(engine).backward()
+            assert engine.last_step.bytes["reduce"] == 0
+    loss_of(engine).backward()
+    size = sum(parameter.nbytes for parameter in net.parameters())
+    others = set(engine.device_ids) - {engine.device_ids[0]}
+    assert engine.last_step.bytes["replicate"] == 0
+    assert engine.last_step.bytes["reduce"] == len(others) * size

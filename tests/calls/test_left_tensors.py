@@ -1,0 +1,61 @@
+"""What a call leaves in its module: tensors with rows are joined, others told."""
+
+import pytest
+import torch
+from harness.oracle import assert_close, build, randn
+
+from calls.programs import Own, mlp
+from scatterpar import ScatterOnceParallel
+
+ROWS = randn(7, 6)
+
+
+def called(forward, layout=("cpu:0", "cpu:1"), **parts):
+    net = build(lambda: Own(forward, net=mlp(), **parts))
+    with ScatterOnceParallel(net, device_ids=list(layout), verify=False) as engine:
+        engine(ROWS)
+    return net
+
+
+def test_nested_tensors_with_rows_are_joined():
+    def forward(self, rows):
+        self.kept = {"a": [self.net[0](rows)], "b": 3}
+        return self.net(rows)
+
+    net = called(forward)
+    assert_close(net.kept["a"][0].detach(), net.net[0](ROWS).detach(), "kept")
+    assert net.kept["b"] == 3
+
+
+def test_number_with_a_graph_is_told():
+    def forward(self, rows):
+        self.balance = self.net(rows).mean()
+        return self.net(rows)
+
+    with pytest.warns(UserWarning, match="'balance'.*first replica alone"):
+        called(forward)
+
+
+def test_plain_values_are_those_of_the_first_replica():
+    def forward(self, rows):
+        self.calls += 1
+        self.sizes.append(len(rows))
+        return self.net(rows)
+
+    net = called(forward, calls=0, sizes=[])
+    assert (net.calls, net.sizes) == (1, [4])
+
+
+def test_created_module_is_refused_and_gone():
+    def forward(self, rows):
+        if not hasattr(self, "head"):
+            self.head = build(lambda: torch.nn.Linear(3, 3))
+        return self.head(self.net(rows))
+
+    net = build(lambda: Own(forward, net=mlp()))
+    with ScatterOnceParallel(net, device_ids=["cpu"] * 2, verify=False) as engine:
+        with pytest.raises(ValueError, match=r"creates the parameter 'head\.weight'"):
+            engine(ROWS)
+        assert not hasattr(net, "head")
+        net(ROWS)
+        engine(ROWS)

@@ -154,13 +154,13 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         compile: ``True`` or a dict of ``torch.compile``'s keywords: replicas run
             compiled, and the module itself is not changed. They do, too, if it was
             compiled, as a whole or in parts.
-        verify: before the sub-steps of steps 1, 2, 4, 8, … of a kind of criterion and
-            batch, and when labels go beyond the range that was seen, compute a few rows
-            at once, by the user's own module and criterion in plain torch, and in
-            parts, as the step is about to. If loss or gradient differ by more than
-            rounding, a ``ValueError`` before anything changes says what would be right.
-            An inconclusive look warns once. So do state that sub-steps change, and
-            outputs that depend on the other rows.
+        verify: before steps 1, 2, 4, 8, … of a kind of criterion and batch, and when
+            labels go beyond the range that was seen, check a few rows: compute their
+            loss and gradient in one piece, by the user's own module and criterion in
+            plain torch, and in parts, as the step is about to. If these differ by more
+            than rounding, a ``ValueError`` before anything changes says what would be
+            right. A check that finds nothing warns once. So do state that sub-steps
+            change, and outputs that depend on the other rows.
         graphs: capture a sub-step (forward, criterion and backward) as a CUDA graph,
             once per shape of micro-batch, and replay it. ``None``: after steps in which
             devices waited for the host, if nothing speaks against it;
@@ -406,7 +406,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             return_outputs: ``True`` to return the module's outputs too, or a function
                 that is applied to the detached output of each micro-batch, to return
                 its results.
-            whole_batch: the criterion sees the outputs and targets of all rows at once,
+            whole_batch: the criterion sees the outputs and targets of all rows,
                 joined in row order on the master, for losses that compare rows with
                 each other. It is called once, in the caller's thread. Every micro-batch
                 except a replica's last one is computed twice, with the same random

@@ -292,9 +292,10 @@ class DataParallelCriterion(_OfPair[Criterion]):
             like those of the model.
         device_ids: one entry per replica; by default the devices of the outputs.
         dim: the dimension that holds the rows.
-        verify: in calls 1, 2, 4, 8, … compute the losses of a few rows at once and in
-            parts. If they do not combine as ``reduction=`` and ``count=`` say, a
-            ``ValueError`` says what would be right. An inconclusive look warns once.
+        verify: in calls 1, 2, 4, 8, … compute the losses of a few rows in one piece and
+            in parts. If they do not combine as ``reduction=`` and ``count=`` say, a
+            ``ValueError`` says what would be right. A check that finds nothing warns
+            once.
 
     Attributes:
         logged: the numbers of a criterion that returns ``(loss, numbers)``, combined

@@ -27,11 +27,8 @@ LATER = {
     "architecture",
     "evaluation",
     "fastai",
-    "found",
     "lightning",
     "other-loops",
-    "package",
-    "splitcheck",
     "trainer",
 }
 PAGES = sorted(page.stem for page in ROOT.glob("docs/*.md") if page.stem not in LATER)

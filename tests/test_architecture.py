@@ -224,9 +224,8 @@ SHARED_NAMES = {
 }
 # Names that have several meanings, and are to be changed: none may come.
 NAMES_OF_SEVERAL = {
-    *("CHANGES", "CONTAINERS", "EXACT", "MAX_ENTRIES", "MIN_ROWS", "OUT_OF_MEMORY"),
-    *("PLAIN", "REMEDIES", "add", "as_leaf", "count_labels", "difference", "divided"),
-    *("is_same", "listed", "name_of", "outputs_of", "shown", "tensors", "verdict_of"),
+    *("CHANGES", "CONTAINERS", "EXACT", "OUT_OF_MEMORY", "REMEDIES", "add"),
+    *("difference", "listed", "shown", "tensors", "verdict_of"),
 }
 # Of loops of libraries, and what goes with them.
 UNREAD = (

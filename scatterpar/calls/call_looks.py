@@ -36,7 +36,7 @@ from scatterpar.step.task import make_tasks
 from scatterpar.threads.workers import Workers
 from scatterpar.verify.choice import candidate_of
 from scatterpar.verify.look_request import LookRequest
-from scatterpar.verify.ranges import ranges_of_step
+from scatterpar.verify.schedule import ranges_of_step
 from scatterpar.verify.verifier import Verifier
 
 _NUMBERS = 61  # per row; prime, so that no size of an output repeats them

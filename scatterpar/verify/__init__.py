@@ -7,13 +7,12 @@ rounding, it refuses before anything changes, and says what would be right::
 
     verifier            the engine's looks: errors and warnings  dropped_warnings,
                                                             look_words
-      schedule          when to look                        ranges, of labels
+      schedule          when to look; the ranges of labels
       choice            which candidates of a loop a look tells apart
       look_request      which step, with how many rows
       rows              which rows, in which parts
-      look              two runs, and the verdict           look_report
+      look              two runs, and the verdict
         runs            loss and gradients of rows          results,
-                                                            compared_leaves,
                                                             backward_calls
         measurements    outputs, memory, state that moves     moved_state
         user_code       restores what runs have changed     dropped_records,

@@ -215,7 +215,7 @@ def compare(
         meaning = _OUTPUTS if request.whole_batch else _NO_MEAN
     parameter = "nothing"
     if leaves:
-        parameter = _name_of(leaves[differences.index(worst)], roots)
+        parameter = _name_of_leaf(leaves[differences.index(worst)], roots)
     report = GradientCheck(
         rows=request.rows,
         worst=worst,
@@ -226,7 +226,7 @@ def compare(
     return PlainComparison(report, expected)
 
 
-def _name_of(leaf: Tensor, roots: dict[str, nn.Module]) -> str:
+def _name_of_leaf(leaf: Tensor, roots: dict[str, nn.Module]) -> str:
     """The name of a parameter of the modules ``roots``, which have prefixes."""
     for prefix, root in roots.items():
         for name, parameter in root.named_parameters():

@@ -44,8 +44,7 @@ from scatterpar.verify.beginning_state import draws_are_seeded, state_that_begin
 from scatterpar.verify.choice import weighted_parts
 from scatterpar.verify.dropped_warnings import warnings_dropped
 from scatterpar.verify.look_causes import has_gradient_of_no_loss
-from scatterpar.verify.look_report import CallEffects, LookReport
-from scatterpar.verify.look_results import LookResults, name_of
+from scatterpar.verify.look_results import LookResults, name_of_loss
 from scatterpar.verify.measurements import (
     attributes_that_calls_move,
     bytes_per_row,
@@ -57,6 +56,8 @@ from scatterpar.verify.rows import MAX_BYTES, MIN_ROWS, Parts, RowChoice, in_two
 from scatterpar.verify.runs import RunResult, Runs
 from scatterpar.verify.verdicts import (
     RIGHT,
+    CallEffects,
+    LookReport,
     Verdict,
     error_of_replica,
     gradient_of_no_loss,
@@ -374,7 +375,7 @@ class ReplicaLook:
             return None
         if broadcast is None:
             return None
-        return rows_broadcast(name_of(request), broadcast)
+        return rows_broadcast(name_of_loss(request), broadcast)
 
     @property
     def _has_one_call(self) -> bool:
@@ -396,7 +397,7 @@ class ReplicaLook:
         try:
             runs.at_once(rows)
         except Exception:
-            name = name_of(runs.request)
+            name = name_of_loss(runs.request)
             return error_of_replica(name, len(rows), loss_at_once, error)
         # It computes the rows at once: it needs more rows than a part has.
         raise error

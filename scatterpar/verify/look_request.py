@@ -23,17 +23,17 @@ from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.request import LossCandidate, Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.verify.choice import alike
-from scatterpar.verify.compared_leaves import MAX_ELEMENTS
-from scatterpar.verify.look_results import name_of
-from scatterpar.verify.ranges import informative_tensors
+from scatterpar.verify.look_results import name_of_loss
+from scatterpar.verify.results import MAX_ELEMENTS
 from scatterpar.verify.rows import (
     RowChoice,
     affordable_rows,
     ignored_values,
     parts_of_plan,
 )
+from scatterpar.verify.schedule import informative_tensors
 
-_MIN_ROWS = 9
+_FEWEST_ROWS = 9
 _SUBSTEPS_OF_FIRST_LOOK = 2
 _SHARE_OF_LATER_LOOKS = 4
 _SHARE_OF_LARGE_MODELS = 8  # because each row takes long
@@ -62,7 +62,7 @@ class LookRequest:
     @property
     def loss(self) -> str:
         """The criterion, or the module's own loss, as texts name it."""
-        return name_of(self.request)
+        return name_of_loss(self.request)
 
     def title(self, looks: int) -> str:
         """The look after so many ``looks``, as the log names it."""
@@ -87,7 +87,7 @@ def choose_rows(
         Inconclusive: the loop cannot divide rows of this step.
     """
     whole = look_request.request.combined_by(candidate)
-    request, plan = _divided(whole, look_request.attempt.plan, look_request.loop)
+    request, plan = _divisible(whole, look_request.attempt.plan, look_request.loop)
     module = look_request.attempt.replicas.of_model.root
     function = module.forward if request.criterion is None else request.criterion
     num_elements = sum(parameter.numel() for parameter in module.parameters())
@@ -103,7 +103,7 @@ def choose_rows(
     )
 
 
-def _divided(request: Request, plan: Plan, loop: LoopOptions) -> tuple[Request, Plan]:
+def _divisible(request: Request, plan: Plan, loop: LoopOptions) -> tuple[Request, Plan]:
     """The request for rows that a look may divide, and the plan of these.
 
     Raises ``Inconclusive`` if the loop cannot divide them.
@@ -133,4 +133,4 @@ def _most_rows(request: Request, plan: Plan, number: int, *, is_large: bool) -> 
         most = min(most, rows_of_substep, share_of_batch)
     # Inputs are copied to the device for the look alone, twice and in parts.
     inputs = request.batches[0].without_targets().tensors()
-    return min(max(_MIN_ROWS, most), affordable_rows(inputs, request.rows))
+    return min(max(_FEWEST_ROWS, most), affordable_rows(inputs, request.rows))

@@ -118,7 +118,7 @@ class LookResults(ComparedResults, SplitEvidence):
         return None
 
 
-def name_of(request: Request) -> str:
+def name_of_loss(request: Request) -> str:
     """The criterion, as texts name it."""
     criterion = request.criterion
     if criterion is None:

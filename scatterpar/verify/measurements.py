@@ -30,7 +30,7 @@ def outputs_of(runs: Runs, parts: Parts) -> list[Any]:
     for rows in parts:
         with runs.surroundings(task):
             output = task.output_of(runs.inputs_of(rows))
-            outputs.append(nested.map_tensors(_as_leaf, output))
+            outputs.append(nested.map_tensors(_as_output_leaf, output))
             del output  # with its graph
     return outputs
 
@@ -102,7 +102,7 @@ def bytes_per_row(runs: Runs, rows: Part) -> float:
     return sum(storages.values()) / len(rows)
 
 
-def _as_leaf(tensor: Tensor) -> Tensor:
+def _as_output_leaf(tensor: Tensor) -> Tensor:
     """The tensor without its graph. A criterion may ask for a gradient of it."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 

@@ -18,9 +18,11 @@ from scatterpar.replicas.module_copy import ModuleCopy
 
 # Every module has these, such as hooks: no forward pass of the user's moves them.
 _OF_TORCH = vars(nn.Module()).keys()
-_PLAIN = (int, float, bool, str)
-_DEPTH = 3  # a list in a dictionary, and what it holds: each call of a look reads it
-_MAX_ENTRIES = 32  # of a container: those beyond are data
+_PLAIN_STATE = (int, float, bool, str)
+_MAX_DEPTH = (
+    3  # a list in a dictionary, and what it holds: each call of a look reads it
+)
+_MAX_COMPARED_ENTRIES = 32  # of a container: those beyond are data
 
 # By the names that a warning tells: the contents of each value, by key.
 State = dict[str, dict[Any, Any]]
@@ -97,7 +99,7 @@ def state_of(replicas: Sequence[ModuleCopy], *, has_same_rows: bool = False) -> 
                 is_of_rows = not has_same_rows and type(value) in (bool, str)
                 if name in _OF_TORCH or is_of_rows:
                     continue
-                contents = dict(_contents_of(value, _DEPTH if has_same_rows else 0))
+                contents = dict(_contents_of(value, _MAX_DEPTH if has_same_rows else 0))
                 if contents:
                     full_name = f"{path}.{name}".lstrip(".")
                     state[f"the {kind} {full_name!r}"] = contents
@@ -111,7 +113,7 @@ def _contents_of(value: Any, depth: int) -> Iterator[tuple[Any, Any]]:
     in the next one. What is kept with its graph is no state.
     """
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in _PLAIN_STATE:
         yield (), value
     elif isinstance(value, Tensor):
         if value.grad_fn is None:
@@ -123,7 +125,7 @@ def _contents_of(value: Any, depth: int) -> Iterator[tuple[Any, Any]]:
         # In a set positions say nothing.
         if not depth or kind is set:
             return
-        for key, entry in islice(entries_of(value), _MAX_ENTRIES):
+        for key, entry in islice(entries_of(value), _MAX_COMPARED_ENTRIES):
             for inner, content in _contents_of(entry, depth - 1):
                 yield (key, inner), content
 
@@ -158,12 +160,12 @@ def new_in(before: State, after: State) -> list[str]:
 def _is_moved(contents: Mapping[Any, Any], later: Mapping[Any, Any]) -> bool:
     """Whether a content that both have is another one later."""
     for key, content in contents.items():
-        if key in later and not _is_same(content, later[key]):
+        if key in later and not _is_same_content(content, later[key]):
             return True
     return False
 
 
-def _is_same(value: Any, later: Any) -> bool:
+def _is_same_content(value: Any, later: Any) -> bool:
     """Whether two values are the same, or of types that cannot be compared."""
     if type(value) is not type(later):
         return True

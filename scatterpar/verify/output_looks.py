@@ -48,14 +48,13 @@ from scatterpar.torch_private.autograd import (
 from scatterpar.verify.choice import candidate_of
 from scatterpar.verify.look_request import LookRequest
 from scatterpar.verify.output_differences import cut_rows
-from scatterpar.verify.ranges import informative_tensors, ranges_of_step
 from scatterpar.verify.rows import RowChoice, affordable_rows, ignored_values
-from scatterpar.verify.schedule import Stage
+from scatterpar.verify.schedule import Stage, informative_tensors, ranges_of_step
 from scatterpar.verify.verdicts import in_lines, refused_injection
 from scatterpar.verify.verifier import Verifier
 
 _MAX_ROWS = 16
-_REMEDIES = (
+_REMEDIES_OF_PAIR = (
     "Pass count= for a mean over other terms, reduction= for a sum; if it compares "
     "rows with each other, or is a ratio of sums, call the plain criterion on "
     "gather(outputs, device). verify=False does not check."
@@ -117,7 +116,7 @@ class RowsOfOutputs(nn.Module):
         atoms, self._build = nested.flatten(list(entries))
         # Values that are no tensors are entries of this list as they are.
         self._leaves = nn.ParameterList(
-            _as_leaf(atom) if isinstance(atom, Tensor) else atom for atom in atoms
+            _as_parameter(atom) if isinstance(atom, Tensor) else atom for atom in atoms
         )
 
     def forward(self, rows: Sequence[int]) -> Any:
@@ -126,7 +125,7 @@ class RowsOfOutputs(nn.Module):
         return join_rows([entries[row] for row in rows], self._dim, [1] * len(rows))
 
 
-def _as_leaf(tensor: Tensor) -> nn.Parameter:
+def _as_parameter(tensor: Tensor) -> nn.Parameter:
     has_gradient = tensor.is_floating_point() or tensor.is_complex()
     return nn.Parameter(tensor, has_gradient)
 
@@ -138,7 +137,7 @@ def _look_request(
     of_call = choice.request
     dim = of_call.dim
     rows = _rows_of_look(choice, outputs)
-    module = RowsOfOutputs(list(_outputs_of(rows, choice.plan, outputs, dim)), dim)
+    module = RowsOfOutputs(list(_outputs_of_rows(rows, choice.plan, outputs, dim)), dim)
     count = of_call.count
     if count is not None:  # of outputs and targets
         count = partial(_count_of_outputs, count, module)
@@ -155,7 +154,7 @@ def _look_request(
     attempt.weights = compute_loss_weights(request, plan, None)
     (task,) = make_tasks(attempt, loaders)
     candidates = [candidate_of(request)]
-    loop = LoopOptions(remedies=_REMEDIES)
+    loop = LoopOptions(remedies=_REMEDIES_OF_PAIR)
     return LookRequest(attempt, request, task, True, candidates, loop)
 
 
@@ -187,7 +186,7 @@ def _count_of_outputs(
     return count(module(numbers), targets)
 
 
-def _outputs_of(
+def _outputs_of_rows(
     rows: Sequence[int], plan: Plan, outputs: Sequence[Any], dim: int
 ) -> Iterator[Any]:
     """Yield the output of each row, without its graph, in the master's memory."""

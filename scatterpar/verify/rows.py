@@ -31,7 +31,7 @@ from scatterpar.objects.references import read_attribute
 from scatterpar.plan import Plan
 from scatterpar.spans import Part
 from scatterpar.step.request import Request
-from scatterpar.verify.ranges import may_be_labels
+from scatterpar.verify.schedule import may_be_labels
 
 Parts = Sequence[Part]
 
@@ -80,7 +80,7 @@ class RowChoice:
         """These rows in parts, as the step divides its batch."""
         if not self.is_divided:
             return [rows]
-        return [[row] for row in rows] if self.has_single_rows else _divided(rows)
+        return [[row] for row in rows] if self.has_single_rows else _unequal(rows)
 
     def of_step(self) -> Parts:
         """All rows in the parts of the step."""
@@ -164,7 +164,7 @@ def positions_of(parts: Parts) -> list[range]:
     return [range(start, end) for start, end in pairwise(ends)]
 
 
-def _divided(rows: Sequence[int]) -> Parts:
+def _unequal(rows: Sequence[int]) -> Parts:
     """Two parts of different sizes, and two of one row if there are enough rows."""
     singles = _SINGLES if len(rows) >= _MIN_ROWS_FOR_SINGLES else 0
     in_large_parts = len(rows) - singles

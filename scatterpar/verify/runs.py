@@ -41,10 +41,9 @@ from scatterpar.step.row_writes import KnownWrites, RowWrites
 from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.verify.backward_calls import BackwardCalls
-from scatterpar.verify.compared_leaves import ComparedLeaves
 from scatterpar.verify.gradient_check import copied_to
 from scatterpar.verify.moved_state import State, state_of
-from scatterpar.verify.results import NOTHING, Result
+from scatterpar.verify.results import NOTHING, ComparedLeaves, Result
 from scatterpar.verify.rows import Parts
 from scatterpar.verify.saved_writes import SavedWrites
 from scatterpar.verify.user_code import UserCode

@@ -9,16 +9,19 @@ from __future__ import annotations
 import enum
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from scatterpar.causes.cause_list import first_finding
 from scatterpar.causes.counts import IGNORED, Count
 from scatterpar.causes.evidence import CauseKind, Finding, Weights
 from scatterpar.step.request import Request
+from scatterpar.step.turns import Scope
 from scatterpar.verify.look_causes import QUESTIONS, shapes_of, uses_number
-from scatterpar.verify.look_results import NUMBER_REMEDY, LookResults, name_of
+from scatterpar.verify.look_results import NUMBER_REMEDY, LookResults, name_of_loss
 from scatterpar.verify.row_broadcasts import RowBroadcast
+from scatterpar.verify.rows import Parts
 
 _MAX_SIZES = 6  # of parts, in a text
 # Only these keys can be told to count_labels(key=…).
@@ -63,6 +66,44 @@ class Verdict:
         """
         is_refused = self.action is Action.REFUSE and self.error is None
         return is_refused or self.rests_on_rows
+
+
+@dataclass(frozen=True)
+class CallEffects:
+    """What calls of user code do beside their results.
+
+    Attributes:
+        moved: the names of state that each part moves.
+        is_seeded: whether the module seeds the default generator, and draws from it.
+        lost: the shapes of large tensors that they write.
+        thread_locals: what they refer to and each thread has for itself, by name.
+        scope: the part of a sub-step that one replica at a time must run.
+    """
+
+    moved: Sequence[str] = ()
+    is_seeded: bool = False
+    lost: Sequence[tuple[int, ...]] = ()
+    thread_locals: Mapping[str, threading.local] = field(default_factory=dict)
+    scope: Scope = Scope.NOTHING
+
+
+@dataclass(frozen=True)
+class LookReport:
+    """The result of a look.
+
+    Attributes:
+        verdict: what becomes of the step.
+        effects: what calls do beside their results; nothing if they were not compared.
+        parts: the rows of each part.
+        difference: the relative difference between the results, which the GPUs' page
+            shows, with the ``tolerance`` that it stayed within.
+    """
+
+    verdict: Verdict
+    effects: CallEffects = CallEffects()
+    parts: Parts = ()
+    difference: float = math.inf
+    tolerance: float = 0.0
 
 
 RIGHT = Verdict(Action.PROCEED)
@@ -175,7 +216,7 @@ def _module_name(results: LookResults) -> str:
 
 
 def _wrong_on_the_replica(results: LookResults, _: Finding) -> Verdict:
-    loss = name_of(results.request)
+    loss = name_of_loss(results.request)
     return _refused(
         f"{loss} leads to the module that is trained, or the module has a "
         f"tensor computed from parameters: the loss of {results.num_rows} rows is "
@@ -192,7 +233,7 @@ def _wrong_on_the_replica(results: LookResults, _: Finding) -> Verdict:
 def _state_between_parts(results: LookResults, _: Finding) -> Verdict:
     if results.moved:  # a warning of its own names the state
         return RIGHT
-    loss = name_of(results.request)
+    loss = name_of_loss(results.request)
     return _told(
         f"{_module_name(results)} or {loss} gives another result when it is "
         f"called again with the same rows.",
@@ -220,7 +261,7 @@ def _outputs_of_a_part(results: LookResults, _: Finding) -> Verdict:
         remedy = f"{NUMBER_REMEDY}, which sees all rows."
         return _refused(f"{NUMBER_PROBLEM}.", remedy.capitalize())
     return _refused(
-        f"{name_of(results.request)}: with whole_batch=True the gradient would be "
+        f"{name_of_loss(results.request)}: with whole_batch=True the gradient would be "
         f"{_size_of(results.difference)}.",
         "It reads what the last micro-batch left (a hook?), or an output that has as "
         f"many entries as a micro-batch has rows; {RETURN}, with one entry per row.",
@@ -271,8 +312,8 @@ def _refused_combination(results: LookResults, remedy: str) -> Verdict:
     if len(results.parts) > _MAX_SIZES:
         sizes += " + …"
     problem = (
-        f"{name_of(results.request)}: your loss of {results.num_rows} rows is not the "
-        f"{results.request.reduction} of the losses of {sizes} rows: the gradient "
+        f"{name_of_loss(results.request)}: your loss of {results.num_rows} rows is not "
+        f"the {results.request.reduction} of the losses of {sizes} rows: the gradient "
         f"would be {_size_of(results.difference)}."
     )
     verdict = _refused(problem, remedy, *other_remedies(results, remedy))
@@ -318,14 +359,14 @@ def _expression(results: LookResults, count: Count) -> str:
         arguments = "batch"
         path = f"batch{path.removeprefix(_BATCH)}"
     elif is_of_labels and (path == "targets" or key):
-        return _count_labels(count, key[1] if key else "labels")
+        return _call_of_count_labels(count, key[1] if key else "labels")
     entries = path + _ENTRIES[count.without]
     if count.ignored is not None:
         entries += f".ne({count.ignored})"
     return f"lambda {arguments}: {entries}.sum()"
 
 
-def _count_labels(count: Count, key: str) -> str:
+def _call_of_count_labels(count: Count, key: str) -> str:
     """A call of ``count_labels``, without arguments that are its defaults."""
     arguments = []
     if count.ignored != IGNORED[0]:

@@ -22,11 +22,15 @@ from scatterpar.threads.process_settings import SETTINGS_KEPT
 from scatterpar.verify import look_words
 from scatterpar.verify.choice import alike, candidate_of
 from scatterpar.verify.look import look
-from scatterpar.verify.look_report import LookReport
 from scatterpar.verify.look_request import LookRequest, choose_rows
-from scatterpar.verify.ranges import counts_as_torch, ranges_of_step
-from scatterpar.verify.schedule import Kind, Kinds, Stage
-from scatterpar.verify.verdicts import Action, Verdict
+from scatterpar.verify.schedule import (
+    Kind,
+    Kinds,
+    Stage,
+    counts_as_torch,
+    ranges_of_step,
+)
+from scatterpar.verify.verdicts import Action, LookReport, Verdict
 
 _KEY_LENGTH = 60  # beginnings of warnings that are not repeated
 

@@ -24,7 +24,7 @@ from scatterpar.verify.look_causes import (
     shapes_of,
     uses_number,
 )
-from scatterpar.verify.look_results import LookResults, name_of
+from scatterpar.verify.look_results import LookResults, name_of_loss
 from scatterpar.verify.results import Result
 from scatterpar.verify.verdicts import RIGHT
 
@@ -209,11 +209,11 @@ def named(name):
     ],
 )
 def test_criterion_named_as_in_texts(criterion, name):
-    assert name_of(request(criterion)) == name
+    assert name_of_loss(request(criterion)) == name
 
 
 def test_loss_named_as_its_loop_says():
-    assert name_of(request(loss_name="compute_loss")) == "compute_loss"
+    assert name_of_loss(request(loss_name="compute_loss")) == "compute_loss"
 
 
 LABELS = torch.tensor([0, -100, 1, -100, 1])

@@ -10,11 +10,12 @@ weights of the best epoch) and checkpoint.pt (of the last epoch, for --resume). 
 ends it after the present step. timm reads pictures, and has networks and optimizers.
 """
 
-# From top to bottom: a run; its options; its images; its network and optimizer. The
-# engine is in `Run.__init__`, `Run._train_epoch` and `Run._test`.
+# From top to bottom: a run, its options, its images, its network and optimizer. The
+# engine is built in `Run.__init__`, trains in `Run._train_epoch`, and computes scores
+# in `Run._test`.
 #
 # The order of the images, how each is varied, and the random numbers of a step are
-# functions of the seed and the epoch. So a resumed run computes the same bits.
+# functions of the seed and the epoch: a resumed run computes the same bits.
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ from scatterpar.recipe import gradual_warmup, linear_scaled_lr, weight_decay_gro
 
 EMBEDDED = "embedded"
 CHECKPOINT = "checkpoint.pt"
-SECONDS_OF_A_LONG_EPOCH = 10.0
+SECONDS_OF_A_LONG_EPOCH = 10.0  # after which half a second for curves is little
 
 
 class UsageError(Exception):
@@ -122,7 +123,12 @@ class Run:
         dtype = getattr(torch, options.amp_dtype or "bfloat16")
         self.autocast = torch.autocast(kind, dtype, enabled=bool(options.amp_dtype))
         self.scaler = torch.GradScaler(kind, enabled=dtype == torch.float16)
-        # What a step changes, by its name in a checkpoint.
+        # What must be as it was if a run goes on.
+        self.fixed: dict[str, Any] = {
+            "classes": self.data.classes,
+            "images": [self.train_batches.images, self.test_batches.images],
+        }
+        # What a step changes.
         self.parts: dict[str, Any] = {
             "network": self.network,
             "optimizer": self.optimizer,
@@ -155,10 +161,11 @@ class Run:
             # Without a terminal there is no bar.
             tqdm(total=self.options.epochs * images, disable=None) as self.bar,
         ):
-            # The engine calls the criterion for each sub-step: the bar moves in a step.
-            self.criterion.register_forward_hook(
-                lambda _, inputs, __: self.bar.update(len(inputs[0])) and None
-            )
+            # The engine calls the criterion in each sub-step: the bar moves in a step.
+            def move_bar(_: nn.Module, inputs: tuple[Tensor, ...], __: Tensor) -> None:
+                self.bar.update(len(inputs[0]))
+
+            self.criterion.register_forward_hook(move_bar)
             try:
                 while self.epoch < self.options.epochs:
                     self._run_epoch()
@@ -189,10 +196,9 @@ class Run:
             }
         )
         if accuracy > best:
-            # As timm's programs read it.
-            weights = {"state_dict": self.network.state_dict()}
-            self._write("best.pt", weights | {"classes": self.data.classes})
-        self._write(CHECKPOINT, self._state())
+            self._save_best()
+        # The epoch counts from here on.
+        self._save_checkpoint()
         with replaced(self.folder / "metrics.jsonl") as file:
             for record in self.records:
                 file.write(json.dumps(record).encode() + b"\n")
@@ -201,7 +207,6 @@ class Run:
             f"loss {test_loss:.4f}, accuracy {accuracy:.2%}, "
             f"{images_per_second:,.0f} images/s"
         )
-        # Else the time of a drawing counts.
         if time.perf_counter() - start > SECONDS_OF_A_LONG_EPOCH:
             self._draw()
 
@@ -249,32 +254,35 @@ class Run:
         if self.signals:
             raise Stopped(self.signals[0])
 
-    def _state(self) -> dict[str, Any]:
-        """Returns what a run needs to go on."""
-        state = {name: part.state_dict() for name, part in self.parts.items()}
-        state["options"] = vars(self.options)
-        state["records"] = self.records
-        state["classes"] = self.data.classes
-        state["images"] = [self.train_batches.images, self.test_batches.images]
-        return state
+    def _save_best(self) -> None:
+        """Write the network's weights, as timm reads them."""
+        weights = self.network.state_dict()
+        with replaced(self.folder / "best.pt") as file:
+            torch.save({"state_dict": weights, "classes": self.data.classes}, file)
+
+    def _save_checkpoint(self) -> None:
+        checkpoint = {"options": vars(self.options), "records": self.records}
+        checkpoint |= self.fixed
+        for name, part in self.parts.items():
+            checkpoint[name] = part.state_dict()
+        with replaced(self.folder / CHECKPOINT) as file:
+            torch.save(checkpoint, file)
 
     def _load(self, checkpoint: dict[str, Any]) -> None:
-        own = self._state()
-        if any(checkpoint[name] != own[name] for name in ("classes", "images")):
-            raise UsageError(
-                f"--data {self.options.data}: it has other images than the run in "
-                f"{self.folder}; pass the folder where they are now"
-            )
+        for name, value in self.fixed.items():
+            if checkpoint[name] != value:
+                raise UsageError(
+                    f"--data {self.options.data}: its {name} are not those of the run "
+                    f"in {self.folder}; pass the data of that run, or start a new one"
+                )
         for name, part in self.parts.items():
             part.load_state_dict(checkpoint[name])
         self.records = checkpoint["records"]
 
-    def _write(self, name: str, state: dict[str, Any]) -> None:
-        with replaced(self.folder / name) as file:
-            torch.save(state, file)
-
     def _draw(self) -> None:
-        """Draw what was measured over epochs."""
+        """Draw what was measured over epochs, if any."""
+        if not self.records:
+            return
         figure = Figure(figsize=(9, 3.6), layout="constrained")
         losses, accuracies = figure.subplots(1, 2)
         places = {"train_loss": losses, "test_loss": losses, "accuracy": accuracies}
@@ -302,15 +310,15 @@ def kept_signals() -> Iterator[list[int]]:
         # Not by print, which the signal may have interrupted.
         os.write(2, b"\nending after this step; again: ending now\n")
 
-    before = {}
+    handlers = {}
     for number in (signal.SIGINT, signal.SIGTERM):
         # A background job of a shell ignores SIGINT.
         if signal.getsignal(number) is not signal.SIG_IGN:
-            before[number] = signal.signal(number, receive)
+            handlers[number] = signal.signal(number, receive)
     try:
         yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
@@ -361,7 +369,7 @@ OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
 )
 ABOVE_ZERO = ("img_size", "batch_size", "micro_batch_size", "epochs", "lr_base")
 ZERO_OR_ABOVE = ("workers", "warmup_epochs", "weight_decay")
-# A run that goes on may change these: they do not decide its result.
+# A run that goes on may have other ones.
 CHANGEABLE = ("data", "workers", "devices", "output", "resume")
 LEARNING_RATES = {"sgd": 0.0125, "adamw": 0.001}  # for 256 images
 
@@ -453,7 +461,7 @@ def fill_in_defaults(options: argparse.Namespace) -> None:
 
 def check_options(options: argparse.Namespace) -> None:
     """Raise a `UsageError` if a value cannot be meant."""
-    problems = {}
+    problems: dict[str, str] = {}
     for name, value in vars(options).items():
         if name in ABOVE_ZERO and value is not None and not 0 < value < math.inf:
             problems[name] = "pass a number above zero"
@@ -471,7 +479,8 @@ def check_options(options: argparse.Namespace) -> None:
         problems["aa"] = "the included images are used as they are; leave it out"
     if options.model == "cnn" and options.pretrained:
         problems["model"] = "it has no pretrained weights; pass resnet18, say"
-    for name, problem in problems.items():
+    if problems:
+        name, problem = next(iter(problems.items()))
         raise UsageError(f"{as_argument(options, name)}: {problem}")
 
 
@@ -534,10 +543,7 @@ def open_data(options: argparse.Namespace) -> Data:
             f"--data {options.data}: its parts need the same classes, two at least; "
             f"they have {classes!s:.200} and {list(test.class_to_idx)!s:.200}"
         )
-    known = None if options.model == "cnn" else timm.get_pretrained_cfg(options.model)
-    config = timm.data.resolve_data_config(
-        {"img_size": options.img_size}, pretrained_cfg=known.to_dict() if known else {}
-    )
+    config = image_config(timm, options)
     return Data(
         Pictures(train, build_transform(timm, options, config, True), options.seed),
         Pictures(test, build_transform(timm, options, config, False), options.seed),
@@ -546,6 +552,20 @@ def open_data(options: argparse.Namespace) -> Data:
         mean=255 * torch.tensor(config["mean"]),
         std=255 * torch.tensor(config["std"]),
     )
+
+
+def image_config(timm: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the size, mean, deviation and so on of a network's images."""
+    known = None
+    if options.model != "cnn":
+        try:
+            known = timm.get_pretrained_cfg(options.model)
+        except RuntimeError as error:  # of an unknown tag, such as resnet18.wrong
+            raise UsageError(f"--model {options.model}: {in_a_line(error)}") from error
+    config: dict[str, Any] = timm.data.resolve_data_config(
+        {"img_size": options.img_size}, pretrained_cfg=known.to_dict() if known else {}
+    )
+    return config
 
 
 def build_transform(
@@ -623,6 +643,7 @@ class Pictures(Dataset[Images]):
         epoch, rows = piece
         images: list[Tensor] = []
         labels: list[int] = []
+        unreadable: list[str] = []
         for row in rows:
             try:
                 file, label = self.reader[row]
@@ -630,15 +651,17 @@ class Pictures(Dataset[Images]):
                     picture = Image.open(file).convert("RGB")
             except Exception as error:  # Pillow's decoders raise many kinds
                 name = self.reader.filename(row, absolute=True)
-                nothing = torch.empty(0)
-                return Images(nothing, nothing, [f"{name} ({in_a_line(error)})"])
-            # timm draws from all three. So any worker varies a picture alike.
+                unreadable.append(f"{name} ({in_a_line(error)})")
+                continue
+            # timm draws from all three: any worker varies a picture alike.
             seed = seed_of("image", self.seed, epoch, row)
             random.seed(seed)
             np.random.seed(seed)
             torch.manual_seed(seed)
             images.append(self.transform(picture))
             labels.append(label)
+        if unreadable:
+            return Images(torch.empty(0), torch.empty(0), unreadable)
         return Images(torch.stack(images), torch.tensor(labels))
 
 
@@ -660,6 +683,7 @@ class ImageBatches:
         self._seed = options.seed if is_shuffled else None
         # At most 64 pieces per batch: each is an open file in its worker.
         self._piece_size = max(64, math.ceil(options.batch_size / 64))
+        # An epoch and rows, for each piece: what the loader reads next.
         self._pieces: list[tuple[int, list[int]]] = []
         prefetch_factor = None
         if options.workers:
@@ -686,7 +710,7 @@ class ImageBatches:
         batches = [
             batch.split(self._piece_size) for batch in rows.tensor_split(self.number)
         ]
-        # What an iterator of the loader reads.
+        # In place, because the loader has this list.
         self._pieces[:] = [
             (epoch, piece.tolist()) for batch in batches for piece in batch
         ]
@@ -696,7 +720,8 @@ class ImageBatches:
             unreadable = [name for piece in pieces for name in piece.unreadable]
             if unreadable:
                 raise UsageError(
-                    f"cannot be read: {'; '.join(unreadable)}: mend or remove them"
+                    f"these pictures cannot be read: {'; '.join(unreadable)}; mend or "
+                    "remove them"
                 )
             yield (
                 torch.cat([piece.images for piece in pieces]),

@@ -408,7 +408,7 @@ def test_resumed_run_refuses_other_images(whole, monkeypatch, capsys):
     parts = [LabelledImages(*(values[:50] for values in part)) for part in few_images()]
     monkeypatch.setattr(embedded, "load", lambda: parts)
     assert main(f"--resume {whole}".split()) == 2
-    assert "it has other images than the run in" in capsys.readouterr().err
+    assert "its images are not those of the run in" in capsys.readouterr().err
 
 
 def test_checkpoint_of_another_program_is_refused(tmp_path, capsys):
@@ -542,7 +542,7 @@ def test_unreadable_picture_is_named(folder, tmp_path, capsys, workers):
     words = f"--data {folder} {ON_FILES} --workers {workers}"
     assert main(f"{words} --output {tmp_path / 'run'}".split()) == 2
     printed = capsys.readouterr().err
-    assert f"cannot be read: {broken} (" in printed
+    assert f"these pictures cannot be read: {broken} (" in printed
     assert printed.endswith("mend or remove them\n")
     assert not (tmp_path / "run" / "checkpoint.pt").exists()
 
@@ -585,6 +585,7 @@ def test_other_layout_is_one_line(folder, capsys, change):
 
 
 UNKNOWN = {
+    "--model resnet18.wrong": "--model resnet18.wrong: Invalid pretrained tag",
     "--model resnet17": "--model resnet17: .*resnet17.*; did you mean .*resnet18",
     "--opt sdg --lr-base 0.1": "--opt sdg: .*sdg.*; did you mean .*sgd",
     "--aa random": "--aa random: timm has no such policy",

@@ -162,8 +162,8 @@ def _rows_are_compared(results: SplitResults) -> Words:
     return (
         f"No weights of the gradients of the parts give that of the batch: "
         f"{_where_rows_meet(results)}.{_shows_in(results)}",
-        "compute a contrastive loss, a product of means, or batch statistics for all "
-        "rows at once, from outputs gathered with their gradient or cached "
+        "compute a contrastive loss, a product of means, or batch statistics of all "
+        "rows in one piece, from outputs gathered with their gradient or cached "
         "(GradCache); mask padding.",
     )
 

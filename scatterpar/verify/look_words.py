@@ -46,7 +46,7 @@ def state_is_moved(look_request: LookRequest, names: Sequence[str]) -> str:
         f"forward passes move {shown(', '.join(names))}: at each sub-step, and on "
         "each replica apart; attributes have your values in the next step.",
         "Move it once per step, outside of forward, or keep it in a buffer and "
-        "train with one sub-step; let a criterion see all rows at once "
+        "train with one sub-step; let a criterion see all rows "
         "(whole_batch=True; of the pair: gather).",
         "docs/limits.md, State in modules.",
     )
@@ -65,8 +65,8 @@ def generator_is_seeded() -> str:
 def tensor_was_not_saved(shape: tuple[int, ...]) -> str:
     """User code writes a tensor that is too large to be saved."""
     return in_lines(
-        f"your code writes a tensor of shape {shape}, above 64 MiB, which a look at a "
-        "few rows did not save.",
+        f"your code writes a tensor of shape {shape}, above 64 MiB, which the "
+        "check of a few rows did not save.",
         "Keep it in a buffer of the module, or pass verify=False.",
     )
 

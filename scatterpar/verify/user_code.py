@@ -200,7 +200,7 @@ class UserCode:
             self.journals.append(journal)
             self._undo.callback(journal.restore)
             if journal.unsaved:
-                why = f"a look could not put back {', '.join(journal.unsaved)}"
+                why = f"the check could not put back {', '.join(journal.unsaved)}"
                 raise Inconclusive(why, patience=1, is_final=True, remedy=_UNSAVED)
 
     def changed_numbers(self) -> list[str]:

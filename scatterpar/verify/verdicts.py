@@ -238,8 +238,8 @@ def _state_between_parts(results: LookResults, _: Finding) -> Verdict:
         f"{_module_name(results)} or {loss} gives another result when it is "
         f"called again with the same rows.",
         "Return a module's state from forward, and pass it as an input; change a "
-        "criterion's once per step, or let it see all rows at once (whole_batch=True; "
-        "of the pair: gather).",
+        "criterion's once per step, or let it see all rows (whole_batch=True; of the "
+        "pair: gather).",
         "docs/limits.md, State in modules.",
     )
 

@@ -10,7 +10,6 @@ Each device owns whole parameters. One step::
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -28,17 +27,41 @@ from scatterpar.devices.copies import write
 from scatterpar.devices.transfers import Transfers
 from scatterpar.devices.virtual_devices import HOST
 from scatterpar.devices.write_counters import version, versions
-from scatterpar.dry_run import dry_run, stand_in_for, state_on_device, stepping_on
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import add_note
+from scatterpar.libraries import package_of
 from scatterpar.objects.snapshot import is_same
 from scatterpar.replicas.broadcast import Broadcast
+from scatterpar.stand_ins import stand_in_for, state_on_device, stepping_on
 from scatterpar.torch_private.compiler import never_compiled
 from scatterpar.torch_private.modules import (
     loading_hooks,
     saving_hooks,
     step_without_hooks,
 )
+
+# Classes that treat each parameter by itself: they read and write the parameters in
+# ``param_groups``, and keep what they remember of one in ``state[parameter]``.
+_CLASSES_OF_TORCH = {
+    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"),
+    *("Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"),
+}
+# Each also with ``8bit`` or ``32bit`` behind, and ``Paged`` before.
+_CLASSES_OF_BITSANDBYTES = {
+    *("AdEMAMix", "Adagrad", "Adam", "AdamW", "LAMB", "LARS", "Lion", "RMSprop"),
+    "SGD",
+}
+
+
+def _is_known(optimizer: Optimizer) -> bool:
+    """Whether the class is one of torch's or bitsandbytes' that can be sharded."""
+    kind = type(optimizer)
+    package = package_of(kind)
+    name = kind.__name__
+    if package == "torch":
+        return name in _CLASSES_OF_TORCH
+    family = name.removeprefix("Paged").removesuffix("8bit").removesuffix("32bit")
+    return package == "bitsandbytes" and family in _CLASSES_OF_BITSANDBYTES
 
 
 class _Copies(NamedTuple):
@@ -70,9 +93,7 @@ class ShardedOptimizer(Optimizer):
 
     With several devices a failed step leaves parameters and state unchanged; during the
     step each owner keeps a copy of its state. With a process group every rank has the
-    same gradients and computes the same update, on its own devices. The constructor
-    tries a few steps on copies of a few parameters, once by the class alone and once
-    divided over two devices. It refuses a class whose results differ.
+    same gradients and computes the same update, on its own devices.
 
     Args:
         engine: the engine whose devices store the state.
@@ -81,6 +102,10 @@ class ShardedOptimizer(Optimizer):
         params: parameters or parameter groups on the master; by default all parameters
             of ``engine.module``. Parameters outside the module, and buffers that are
             trained, are updated on the master.
+        elementwise: you know that the class treats each parameter by itself: it reads
+            and writes the parameters in ``param_groups``, and keeps what it remembers
+            of one in ``state[parameter]``. torch's classes except ``LBFGS``, and those
+            of bitsandbytes, are known. One device takes any class.
         defaults: the other arguments of ``optimizer_class``.
 
     Attributes:
@@ -91,10 +116,8 @@ class ShardedOptimizer(Optimizer):
 
     Raises:
         TypeError: ``engine`` is no engine, ``optimizer_class`` makes no optimizer,
-            ``LBFGS``, or, with several devices, an optimizer that cannot be divided: it
-            writes parameters elsewhere than in ``param_groups``, keeps what it
-            remembers of them elsewhere than in ``state``, needs a closure, or treats
-            all parameters as one.
+            ``LBFGS``, or, with several devices, an optimizer of an unknown class
+            without ``elementwise=True``.
 
     Example:
         >>> engine = ScatterOnceParallel(torch.nn.Linear(4, 2), 1, ["cpu:0", "cpu:1"])
@@ -114,6 +137,8 @@ class ShardedOptimizer(Optimizer):
         engine: ScatterOnceParallel,
         optimizer_class: Callable[..., Optimizer],
         params: ParamsT | None = None,
+        *,
+        elementwise: bool = False,
         **defaults: Any,
     ) -> None:
         """The docstring of the class has the arguments and an example."""
@@ -125,8 +150,6 @@ class ShardedOptimizer(Optimizer):
         if not callable(optimizer_class):
             raise TypeError(_not_a_class(optimizer_class))
         arguments = engine.module.parameters() if params is None else params
-        if not isinstance(arguments, (Tensor, set)):  # torch refuses these
-            arguments = _as_lists(arguments)  # for the dry run, too
         plain = optimizer_class(arguments, **defaults)
         if not isinstance(plain, Optimizer):
             raise TypeError(_not_a_class(optimizer_class))
@@ -135,21 +158,27 @@ class ShardedOptimizer(Optimizer):
                 f"{type(plain).__name__} cannot be sharded: it does not treat each "
                 "parameter by itself; use it as it is, on engine.module.parameters()"
             )
+        # Each device once; the master is the first.
+        memories = list(dict.fromkeys(engine.device_ids))
+        if len(memories) > 1 and not (elementwise or _is_known(plain)):
+            name = type(plain).__name__
+            raise TypeError(
+                f"{name} cannot be sharded: it is no optimizer of torch or "
+                "bitsandbytes that is known to treat each parameter by itself; use it "
+                f"as it is, {name}(engine.module.parameters(), …), or pass "
+                "elementwise=True if it reads and writes the parameters in "
+                "param_groups, keeps what it remembers of one in state[parameter], and "
+                "needs no closure"
+            )
         # torch's constructor makes groups and state, which are those of ``plain``.
         self._plain: Any = SimpleNamespace()
         super().__init__([torch.empty(0)], {})
         self._plain = plain
         self.defaults = plain.defaults
         self.engine = engine
-        # Each device once; the master is the first.
-        self._memories = list(dict.fromkeys(engine.device_ids))
+        self._memories = memories
         self._owners: dict[Any, torch.device] = {}
         self._transfers = Transfers()
-        self._writes_all = False
-        if len(self._memories) > 1:
-            make = functools.partial(optimizer_class, **defaults)
-            roots = [optimizer_class, *defaults.values()]
-            self._writes_all = dry_run(plain, make, arguments, self._memories, roots)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -236,10 +265,10 @@ class ShardedOptimizer(Optimizer):
         stand_ins = self._assign_owners(updated, copies)
         self._send_gradients(stand_ins)
         with self._undone_on_error(updated, stand_ins, copies):
-            writes = _Writes(self.param_groups, stand_ins)
+            writes = _Writes(self._plain, stand_ins)
             with stepping_on(self._plain, stand_ins):
                 step_without_hooks(self._plain)
-            writes.check(type(self._plain).__name__, everywhere=self._writes_all)
+            writes.check(type(self._plain).__name__)
             for parameter, stand_in in stand_ins.items():
                 copy = copies.copy_at(self._owners[parameter], parameter)
                 if not stand_in.is_set_to(copy):
@@ -433,58 +462,44 @@ def _not_a_class(optimizer_class: object) -> str:
 
 
 class _Writes:
-    """Which parameters a step writes, told by the versions of tensors.
-
-    A dry run has compared values. This is the cheap half, in every step: an optimizer
-    may change its ways.
-    """
+    """Which parameters of other owners a step writes, told by versions of tensors."""
 
     def __init__(
-        self, groups: Sequence[Mapping[str, Any]], stand_ins: Mapping[Tensor, Tensor]
+        self, optimizer: Optimizer, stand_ins: Mapping[Tensor, Tensor]
     ) -> None:
-        self._stand_ins = stand_ins
-        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
-        for group in groups:
-            with_gradient = [p for p in group["params"] if p.grad is not None]
-            staying = [p for p in with_gradient if p not in stand_ins]
-            going = [p for p in with_gradient if p in stand_ins]
-            self._groups.append((staying, going))
-        self._before = [self._present(*group) for group in self._groups]
+        self._parameters = list(stand_ins)
+        self._stand_ins = list(stand_ins.values())
+        self._places = list(map(Tensor.detach, self._stand_ins))
+        self._before = versions(self._parameters), versions(self._stand_ins)
+        # Fused kernels and bitsandbytes' change no version, and sparse gradients may
+        # have no entry.
+        self._may_stay: set[Tensor] = set()
+        is_foreign = package_of(optimizer) == "bitsandbytes"
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                is_sparse = gradient is not None and gradient.layout != torch.strided
+                if is_foreign or group.get("fused") or is_sparse:
+                    self._may_stay.add(parameter)
 
-    def _present(
-        self, staying: Sequence[Tensor], going: Sequence[Tensor]
-    ) -> tuple[list[int], list[int], list[int]]:
-        stand_ins = [self._stand_ins[parameter] for parameter in going]
-        return versions(staying), versions(going), versions(stand_ins)
-
-    def check(self, name: str, *, everywhere: bool) -> None:
+    def check(self, name: str) -> None:
         """Raise ``RuntimeError`` if the step did not write what it should have.
 
-        The parameters of the user that other devices own are not to be written. With
-        ``everywhere``, a step that writes parameters of the master writes those of
-        other devices in the same group, too.
+        It writes the stand-ins of parameters, and not the user's parameters.
         """
-        for group, before in zip(self._groups, self._before, strict=True):
-            staying, originals, stand_ins = self._present(*group)
-            left_alone = bool(stand_ins) and stand_ins == before[2]
-            what = ""
-            if originals != before[1]:
-                what = "wrote a parameter elsewhere than in param_groups"
-            elif everywhere and left_alone and staying != before[0]:
-                what = "wrote no parameter of a group that other devices own"
-            if what:
-                raise RuntimeError(
-                    f"{name} {what}, which it did not in the steps that the "
-                    f"constructor tried; use the optimizer as it is: {name}(engine."
-                    "module.parameters(), …)"
-                )
-
-
-def _as_lists(params: Iterable[Any]) -> list[Any]:
-    """Parameters or groups, which can be read more than once."""
-    entries = list(params)
-    for entry in entries:
-        if isinstance(entry, dict) and isinstance(entry.get("params"), Iterator):
-            # In place, as torch does: the group is the user's.
-            entry["params"] = list(entry["params"])
-    return entries
+        originals, stand_ins = self._before
+        what = ""
+        if versions(self._parameters) != originals:
+            what = "wrote a parameter elsewhere than in param_groups"
+        for parameter, stand_in, place, earlier in zip(
+            *(self._parameters, self._stand_ins, self._places, stand_ins), strict=True
+        ):
+            is_written = version(stand_in) != earlier or not stand_in.is_set_to(place)
+            if not (what or is_written or parameter in self._may_stay):
+                shape = tuple(parameter.shape)
+                what = f"did not write a parameter of shape {shape} that has a gradient"
+        if what:
+            raise RuntimeError(
+                f"{name} {what}, so that it cannot be sharded; use the optimizer as it "
+                f"is: {name}(engine.module.parameters(), …)"
+            )

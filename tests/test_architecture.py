@@ -229,10 +229,9 @@ NAMES_OF_SEVERAL = {
 }
 # Of loops of libraries, and what goes with them.
 UNREAD = (
-    *("integrations/", "loops/", "dry_run", "options/batch_groups"),
+    *("integrations/", "loops/", "options/batch_groups", "verify/choice"),
     *("pair/recorded_copies", "replicas/handed_on", "replicas/calls_in_backward"),
-    *("splitting/command", "splitting/values", "splitting/terms", "step/turns"),
-    *("verify/opened_files", "verify/saved_writes", "verify/choice"),
+    *("step/turns", "verify/opened_files", "verify/saved_writes"),
 )
 
 

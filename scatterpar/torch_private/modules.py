@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from scatterpar.torch_private.entry_points import find
 from scatterpar.torch_private.settings import ForAllThreads
 
 # --- parametrizations ---
@@ -60,25 +59,6 @@ def step_without_hooks(optimizer: Optimizer, *args: Any) -> Any:
     if getattr(step, "hooked", False):  # torch has replaced it by ``profile_hook_step``
         step = step.__wrapped__
     return step(optimizer, *args)
-
-
-_HOOKS_OF_ALL_OPTIMIZERS: tuple[dict[int, Any], ...] = (
-    find("torch.optim.optimizer", "_global_optimizer_pre_hooks"),
-    find("torch.optim.optimizer", "_global_optimizer_post_hooks"),
-)
-
-
-@contextlib.contextmanager
-def optimizer_hooks_off() -> Iterator[None]:
-    """In the body, no hook that is registered for all optimizers runs."""
-    saved = [dict(hooks) for hooks in _HOOKS_OF_ALL_OPTIMIZERS]
-    try:
-        for hooks in _HOOKS_OF_ALL_OPTIMIZERS:
-            hooks.clear()
-        yield
-    finally:
-        for hooks, earlier in zip(_HOOKS_OF_ALL_OPTIMIZERS, saved, strict=True):
-            hooks.update(earlier)
 
 
 def saving_hooks(optimizer: Optimizer) -> list[list[Callable[..., Any]]]:

@@ -35,7 +35,6 @@ from scatterpar.batch.markers import count_rows
 from scatterpar.calls.call import CallOptions, Calls
 from scatterpar.devices.device_ids import DeviceLike, resolve
 from scatterpar.devices.links import check_links
-from scatterpar.devices.memory import clear_frames
 from scatterpar.devices.transfers import Transfers
 from scatterpar.distributed.ranks import Ranks
 from scatterpar.distributed.visible_accelerators import accelerators_of_rank
@@ -58,7 +57,7 @@ from scatterpar.replicas.compiled import compile_fn_from
 from scatterpar.replicas.refused_modules import check_placement
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas, ReplicaSet
 from scatterpar.report import StepReport
-from scatterpar.step.attempt import WHOLE_STEP, Attempt, Extent
+from scatterpar.step.attempt import Attempt, Extent
 from scatterpar.step.call_state import journal_of_call
 from scatterpar.step.commit import commit
 from scatterpar.step.loop_options import LoopOptions
@@ -90,6 +89,7 @@ from scatterpar.step.scatter import (
 )
 from scatterpar.step.substeps import Schedule, user_state_guarded
 from scatterpar.step.task import ReplicaTask, call_inputs, make_tasks
+from scatterpar.step.tries import Tries, Try
 from scatterpar.step.turns import TurnOrder
 from scatterpar.threads.workers import Workers, threads_of
 from scatterpar.torch_private.compiler import never_compiled, unwrapped
@@ -496,14 +496,20 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                     call, self.dim, self.device_ids[0], self.check_finite, backward
                 )
                 request = self._combined(request)
-                search = self._search(request, schedule)
+                tries = self._tries(request, schedule)  # 1
                 # No function between: the traceback of a user's error is short.
-                if search is None:
-                    plan = self.plan(request.sizes)  # 1
-                    outcome = self._compute(schedule, request, plan, WHOLE_STEP)
-                else:
-                    compute = partial(self._compute, schedule)  # 2 to 5
-                    outcome = search.run(compute, partial(self._journal, request))
+                while True:
+                    try:
+                        outcome = self._compute(schedule, tries.present)  # 2 to 5
+                    except Exception as error:
+                        if not tries.go_on_after(error):
+                            raise
+                    else:
+                        if not tries.present.extent.is_trial:
+                            break
+                        del outcome  # the next try needs its memory
+                        tries.go_on_after(None)
+                tries.keep(outcome.attempt)
                 undo = outcome.attempt.undo
                 with undo:
                     # Later interrupts wait until every rank has committed.
@@ -560,12 +566,17 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         )
         return schedule
 
-    def _search(self, request: Request, work: Schedule | RowFunction) -> Search | None:
-        """Looks for the fewest sub-steps that fit into memory; ``None`` if the plan is
-        fixed.
+    def _tries(
+        self, request: Request, work: Schedule | RowFunction, function: Any = None
+    ) -> Tries:
+        """By the plan, or a search for the fewest sub-steps that fit into memory.
+
+        ``function`` is what ``map`` calls.
         """
         if self.accum != "auto":
-            return None
+            schedule = work if isinstance(work, Schedule) else None
+            first = Try(request, self.plan(request.sizes))
+            return Tries(first, schedule, self._workers)
         plan_of = partial(
             make_plan,
             request.sizes,
@@ -575,33 +586,24 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         )
         num_replicas = len(self.device_ids)
         return Search(
-            self._auto_accum, request, work, plan_of, num_replicas, self._workers
+            self._auto_accum,
+            request,
+            work,
+            plan_of,
+            num_replicas,
+            self._workers,
+            self._journal(request, function),
         )
 
     def _compute(
-        self, schedule: Schedule, request: Request, plan: Plan, extent: Extent
+        self, schedule: Schedule, this: Try, choice: Choice | None = None
     ) -> Outcome:
-        """Parts 2 to 5 of the step: all except the plan and the commit."""
-        try:
-            return self._compute_once(schedule, request, plan, extent)
-        except Exception as error:
-            if not schedule.recovers_from(error):
-                raise
-            # The second try needs the memory of the first one.
-            clear_frames(error)
-        self._workers.release()
-        return self._compute_once(schedule, request, plan, extent)
+        """Parts 2 to 5 of the step: all except the plan and the commit.
 
-    def _compute_once(
-        self,
-        schedule: Schedule,
-        request: Request,
-        plan: Plan,
-        extent: Extent,
-        choice: Choice | None = None,
-    ) -> Outcome:
-        """One try at parts 2 to 5; ``choice`` is that of a look that was made."""
-        with self._attempt(request, plan, extent) as attempt:
+        ``choice`` is that of a look that was made.
+        """
+        request = this.request
+        with self._attempt(this) as attempt:
             transfers = attempt.transfers
             with attempt.phase("scatter"):  # 2
                 loaders = self._scattered(attempt)
@@ -632,7 +634,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         # Other weights, and perhaps other inputs: rows arrive again.
         request = request.combined_by(choice.candidate)
         del attempt, loaders, tasks
-        return self._compute_once(schedule, request, plan, extent, choice)
+        return self._compute(schedule, this._replace(request=request), choice)
 
     def _choice(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Choice:
         """What a look says of a step; all as assumed if there is none."""
@@ -655,20 +657,19 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         return scatter(batches, plan, attempt.transfers)
 
     @contextlib.contextmanager
-    def _attempt(
-        self, request: Request, plan: Plan, extent: Extent
-    ) -> Iterator[Attempt]:
+    def _attempt(self, this: Try) -> Iterator[Attempt]:
         """One try at a step, undone if the body raises.
 
         Raises ``RuntimeError`` if copies between devices arrive corrupted.
         """
         check_links(self.device_ids)
+        request = this.request
         attempt = Attempt(
             request,
-            plan,
+            this.plan,
             self._replicas,
             self._workers,
-            extent=extent,
+            extent=this.extent,
             known_writes=self._known_writes,
             replica_offset=self._ranks.rank * _MAX_REPLICAS if self._ranks else None,
         )
@@ -861,13 +862,19 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             batch = batch_of(call_inputs(inputs, kwargs), None, rows, self.dim)
             request = Request([batch], self.dim, backward=False)
             work = RowFunction(function, pad)
-            search = self._search(request, work)
-            if search is None:
-                plan = self.plan(rows)
-                mapped = self._mapped(work, request, plan, WHOLE_STEP)
-            else:
-                journal = partial(self._journal, request, function)
-                mapped = search.run(partial(self._mapped, work), journal)
+            tries = self._tries(request, work, function)
+            while True:  # as in ``_step``
+                try:
+                    mapped = self._mapped(work, tries.present)
+                except Exception as error:
+                    if not tries.go_on_after(error):
+                        raise
+                else:
+                    if not tries.present.extent.is_trial:
+                        break
+                    del mapped
+                    tries.go_on_after(None)
+            tries.keep(mapped.attempt)
             with mapped.attempt.undo:
                 mapped.attempt.writes.tell()
                 mapped.commit()
@@ -880,11 +887,9 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             return Journal(self.loop.written(), self.device_ids)
         return journal_of_call(self.module, request, self.device_ids, function)
 
-    def _mapped(
-        self, work: RowFunction, request: Request, plan: Plan, extent: Extent
-    ) -> Mapped:
+    def _mapped(self, work: RowFunction, this: Try) -> Mapped:
         """Call a function for all rows: all except the plan and the commit."""
-        with self._attempt(request, plan, extent) as attempt:
+        with self._attempt(this) as attempt:
             return map_rows(attempt, self.module, work)
 
     def batch_groups(self, function: Callable[[Any, Any], Any]) -> BatchGroups:
@@ -960,7 +965,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         state = journal_of_call(self.module, request, [master], saves_weights=True)
         with state.restored():
             # A trial is of this rank only.
-            outcome = self._compute(schedule, request, plan, Extent(is_trial=True))
+            this = Try(request, plan, Extent(is_trial=True))
+            outcome = self._compute(schedule, this)
             return compare(self.module, outcome, master, state)
 
     @property

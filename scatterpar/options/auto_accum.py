@@ -26,25 +26,24 @@ import types
 from collections.abc import Callable, Generator, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
-from scatterpar.devices.memory import clear_frames, is_out_of_memory
+from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.errors import warn
 from scatterpar.log import logger
 from scatterpar.objects.journal import Journal
 from scatterpar.objects.references import read_attribute
-from scatterpar.options.map_rows import Mapped, RowFunction
+from scatterpar.options.map_rows import RowFunction
 from scatterpar.plan import Plan
-from scatterpar.step.attempt import Extent
-from scatterpar.step.reduce import Outcome
+from scatterpar.step.attempt import Attempt, Extent
 from scatterpar.step.request import Request
 from scatterpar.step.substeps import Schedule
+from scatterpar.step.tries import Tries, Try
 from scatterpar.threads.workers import Workers
 
 _TRIAL = Extent(is_trial=True, max_substeps=2, retain_rows=False)
-ResultT = TypeVar("ResultT", Outcome, Mapped)
 
 
 @dataclass
@@ -79,8 +78,8 @@ class AutoAccum:
         return {"training": self.training, "too_many_rows": {}}
 
 
-class Search:
-    """The search of one call."""
+class Search(Tries):
+    """The tries of one call, until a whole step fits."""
 
     def __init__(
         self,
@@ -90,14 +89,19 @@ class Search:
         plan_of: Callable[[int], Plan],
         num_replicas: int,
         workers: Workers,
+        journal: Journal,
     ) -> None:
-        """``plan_of`` returns the plan for a number of sub-steps per replica."""
+        """``plan_of`` returns the plan for a number of sub-steps per replica.
+
+        ``journal`` is restored before each try except the first. It alone undoes a
+        trial that fits; one that fails is undone as any failed step.
+        """
         self._retries = 0  # how often memory has run out
         self._request = request
         self._work = work
         self._plan_of = plan_of
+        self._journal = journal
         self._num_replicas = num_replicas
-        self._workers = workers
         self._rows = max(request.sizes)  # of several batches each is cut
         # Then a sub-step has one row.
         self._most = self._fewest_substeps_of(1)
@@ -114,56 +118,44 @@ class Search:
         if not request.backward:
             too_many = self._too_many_rows.get(self._key, self._rows + 1)
             self._fit = Fit(self._fewest_substeps_of(too_many - 1))
+        self._candidates_left = self._candidates()
+        self._accum, extent = next(self._candidates_left)
+        schedule = work if isinstance(work, Schedule) else None
+        super().__init__(self._try(extent), schedule, workers)
 
     def _fewest_substeps_of(self, rows: int) -> int:
         """The fewest sub-steps per replica that have at most so many rows each."""
         return -(-self._rows // (self._num_replicas * max(1, rows)))
 
-    def run(
-        self,
-        compute: Callable[[Request, Plan, Extent], ResultT],
-        make_journal: Callable[[], Journal],
-    ) -> ResultT:
-        """The result of the first candidate that is a whole step and fits.
+    def go_on_after(self, error: Exception | None) -> bool:
+        """Choose the next candidate; ``False`` after the error of the last one."""
+        if super().go_on_after(error):
+            return True
+        fits = error is None
+        if error is None:
+            logger.debug('accum="auto": a trial with %d fits', self._accum)
+        else:
+            if not self._work.may_start_again or not self._note_failure(error):
+                return False
+            fits = not is_out_of_memory(error)
+        self._free(error)
+        self._journal.restore()
+        self._accum, extent = self._candidates_left.send(fits)
+        self.present = self._try(extent)
+        return True
 
-        A journal is made before the first candidate, and restored before each other. It
-        alone undoes a trial that fits; one that fails is undone as any failed step.
+    def keep(self, attempt: Attempt) -> None:
+        """Later calls begin with this number of sub-steps; warns if it is new."""
+        with attempt.undo:  # warnings may be errors
+            self._keep(self._accum)
+        attempt.retries = self._retries
 
-        Raises the error of the last candidate if there is none.
-        """
-        journal = make_journal()
-        candidates = self._candidates()
-        accum, extent = next(candidates)
-        while True:
-            request = self._request
-            if extent.is_trial:
-                # A function that selects outputs is the user's: trials do not call it.
-                request = replace(request, return_outputs=False)
-            fits = True
-            try:
-                result = compute(request, self._plan_of(accum), extent)
-            except Exception as error:
-                if not (
-                    self._work.may_start_again
-                    and self._note_failure(accum, extent, error)
-                ):
-                    raise
-                fits = not is_out_of_memory(error)
-                clear_frames(error)
-            else:
-                if not extent.is_trial:
-                    break
-                logger.debug('accum="auto": a trial with %d fits', accum)
-                del result  # the next try needs the memory of its gradients
-            # The failed try's cached memory is cut to sizes that the next one does not
-            # need.
-            self._workers.release()
-            journal.restore()
-            accum, extent = candidates.send(fits)
-        with result.attempt.undo:  # warnings may be errors
-            self._keep(accum)
-        result.attempt.retries = self._retries
-        return result
+    def _try(self, extent: Extent) -> Try:
+        request = self._request
+        if extent.is_trial:
+            # A function that selects outputs is the user's: trials do not call it.
+            request = replace(request, return_outputs=False)
+        return Try(request, self._plan_of(self._accum), extent)
 
     def _candidates(self) -> Generator[tuple[int, Extent], bool, None]:
         """Yield the number of sub-steps to try next, and how much of a step.
@@ -202,11 +194,13 @@ class Search:
         computes_twice = trains_all_rows and has_several
         return Extent(retain_rows=self._fit.retain_rows and computes_twice)
 
-    def _note_failure(self, accum: int, extent: Extent, error: Exception) -> bool:
+    def _note_failure(self, error: Exception) -> bool:
         """Count a try that ran out of memory. Returns whether there is more to try.
 
         If no number of sub-steps is left, ``error`` gets a note.
         """
+        accum = self._accum
+        extent = self.present.extent
         if not is_out_of_memory(error):
             # The whole step will raise the error of a trial, as for one row in a norm.
             return extent.is_trial

@@ -39,13 +39,14 @@ from scatterpar.log import logger
 from scatterpar.objects.journal import Journal, host_generators
 from scatterpar.objects.savers import Saved, saver_of
 from scatterpar.objects.walk import Walk
-from scatterpar.plan import Plan, make_plan
+from scatterpar.plan import make_plan
 from scatterpar.replicas.buffers import written_unseen
 from scatterpar.replicas.replicas import Replica, parameter_writes_refused
-from scatterpar.step.attempt import WHOLE_STEP, Attempt, Extent
+from scatterpar.step.attempt import Attempt
 from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import copied_together
+from scatterpar.step.tries import Try
 from scatterpar.threads.workers import Workers
 
 # Between groups replicas wait for each other and for the loop, which takes about 2 ms.
@@ -107,9 +108,7 @@ class BatchGroups:
     def __init__(
         self,
         function: Callable[[Any, Any], Any],
-        begin_attempt: Callable[
-            [Request, Plan, Extent], contextlib.AbstractContextManager[Attempt]
-        ],
+        begin_attempt: Callable[[Try], contextlib.AbstractContextManager[Attempt]],
         module: nn.Module,
         device_ids: Sequence[torch.device],
         workers: Workers,
@@ -178,7 +177,7 @@ class BatchGroups:
         request = Request([], 0, backward=False)
         with (
             self._workers.exclusive(),
-            self._begin_attempt(request, plan, WHOLE_STEP) as attempt,
+            self._begin_attempt(Try(request, plan)) as attempt,
         ):
             with self._refreshed(attempt):
                 if self._is_first:

@@ -828,8 +828,9 @@ class Replica(ModuleCopy):
         for slot, tensor in zip(slots, self.tensors, strict=True):
             # A forward pass may have written a buffer in place, which gives it a graph.
             if tensor.is_leaf:
-                tensor.requires_grad_(slot.is_trained)
-                if slot.is_trained:
+                is_trained = slot.sum_dtype is not None
+                tensor.requires_grad_(is_trained)
+                if is_trained:
                     tensor.grad_dtype = slot.sum_dtype
 
 

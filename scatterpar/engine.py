@@ -159,8 +159,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             loss and gradient in one piece, by the user's own module and criterion in
             plain torch, and in parts, as the step is about to. If these differ by more
             than rounding, a ``ValueError`` before anything changes says what would be
-            right. A check that finds nothing warns once. So do state that sub-steps
-            change, and outputs that depend on the other rows.
+            right. An inconclusive check warns once. So do state that sub-steps change,
+            and outputs that depend on the other rows.
         graphs: capture a sub-step (forward, criterion and backward) as a CUDA graph,
             once per shape of micro-batch, and replay it. ``None``: after steps in which
             devices waited for the host, if nothing speaks against it;

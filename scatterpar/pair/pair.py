@@ -294,8 +294,7 @@ class DataParallelCriterion(_OfPair[Criterion]):
         dim: the dimension that holds the rows.
         verify: in calls 1, 2, 4, 8, … compute the losses of a few rows in one piece and
             in parts. If they do not combine as ``reduction=`` and ``count=`` say, a
-            ``ValueError`` says what would be right. A check that finds nothing warns
-            once.
+            ``ValueError`` says what would be right. An inconclusive check warns once.
 
     Attributes:
         logged: the numbers of a criterion that returns ``(loss, numbers)``, combined

@@ -231,7 +231,7 @@ NAMES_OF_SEVERAL = {
 UNREAD = (
     *("integrations/", "loops/", "options/batch_groups", "verify/choice"),
     *("pair/recorded_copies", "replicas/handed_on", "replicas/calls_in_backward"),
-    *("step/turns", "verify/opened_files", "verify/saved_writes"),
+    *("step/turns", "verify/saved_writes"),
 )
 
 

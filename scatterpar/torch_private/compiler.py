@@ -18,15 +18,6 @@ from scatterpar.torch_private.settings import ForAllThreads
 
 # Begins the names of attributes that the compiler gives to a user's objects.
 PREFIX_OF_COMPILER = "_dynamo"
-# What is only kept from the compiler runs below this file of it.
-NOT_COMPILING = "torch._dynamo.eval_frame."
-# What the names of modules begin with that write compiled code into caches.
-COMPILERS = (
-    "torch._dynamo.",
-    "torch._functorch.",
-    "torch._inductor.",
-    "torch.utils.cpp_extension.",
-)
 
 
 def import_compiler() -> None:

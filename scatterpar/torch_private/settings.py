@@ -5,8 +5,6 @@ contexts that all threads share.
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +13,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-
-from scatterpar.torch_private.entry_points import find
 
 
 class ForAllThreads(contextlib.AbstractContextManager[None]):
@@ -139,28 +135,6 @@ def round_no_float32() -> None:
     with contextlib.suppress(AttributeError):
         for operator in ("matmul", "conv", "rnn"):
             torch._C._set_fp32_precision_setter("mkldnn", operator, "ieee")
-
-
-@ForAllThreads
-@contextlib.contextmanager
-def files_of_torch_audited() -> Iterator[None]:
-    """In the body, ``torch.save`` tells audit hooks of a file, as Python's ``open``.
-
-    Torch's C++ opens it.
-    """
-    saving: Any = find("torch.serialization", "_open_zipfile_writer_file")
-    init = saving.__init__
-
-    @functools.wraps(init)
-    def audited(self: Any, name: str) -> None:
-        sys.audit("open", name, "w", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        init(self, name)
-
-    saving.__init__ = audited
-    try:
-        yield
-    finally:
-        saving.__init__ = init
 
 
 def frames_of_threads() -> dict[int, FrameType]:

@@ -15,8 +15,7 @@ rounding, it refuses before anything changes, and says what would be right::
         runs            loss and gradients of rows          results,
                                                             backward_calls
         measurements    outputs, memory, state that moves     moved_state
-        user_code       restores what runs have changed     dropped_records,
-                                                            opened_files
+        user_code       restores what runs have changed     dropped_records
         look_rounding   what rounding explains: who is asked, in which order
         look_results    results, and further runs on demand output_differences
         row_broadcasts  rows of a micro-batch that are taken for columns

@@ -1,7 +1,7 @@
 """What user code logs during a look is dropped, because the step logs it again.
 
-A loop of another library asks ``is_look()``, and silences the loggers of its own. Files
-are in ``opened_files.py``, warnings in ``dropped_warnings.py``.
+A loop of another library asks ``is_look()``, and silences the loggers of its own.
+Warnings are in ``dropped_warnings.py``.
 """
 
 from __future__ import annotations

@@ -39,7 +39,6 @@ from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.torch_private.compiler import uncompiled
 from scatterpar.verify.dropped_records import records_dropped
-from scatterpar.verify.opened_files import files_refused
 from scatterpar.verify.saved_writes import SavedWrites
 
 
@@ -165,7 +164,6 @@ class UserCode:
             uncompiled(),
             with_graph,
             records_dropped(),
-            files_refused(),
         ):
             layers = filter(uses_batch_statistics, self._layers())
             self._fixed_layers = [

@@ -633,15 +633,6 @@ SABOTAGES = [
         seen_by="test_engine_and_pair_answer",
     ),
     Sabotage(
-        name="what only the caller's thread has is silent",
-        promise="clear errors",
-        file="verify/user_code.py",
-        place="UserCode.thread_locals",
-        text="found[journal.walk.name_of_place(place)] = place.value",
-        replacement="pass",
-        seen_by="test_thread_local_is_told",
-    ),
-    Sabotage(
         name="ranks divide accelerators that nobody else sees",
         promise="several processes",
         file="distributed/visible_accelerators.py",

@@ -18,7 +18,6 @@ from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.objects.journal import Journal
 from scatterpar.objects.walk import Walk
 from scatterpar.objects.whose import is_user_class
-from scatterpar.verify.beginning_state import is_seed_sought
 from scatterpar.verify.dropped_records import records_dropped
 
 
@@ -104,7 +103,7 @@ class UserFunctions:
         """
         assert self.journal is not None
         self._numbers += self.journal.changed_numbers()
-        self.journal.restore(with_generators=not is_seed_sought())
+        self.journal.restore()
 
     def tell_numbers(
         self, function: str, calls: int, remedy: str, owner: Any = None

@@ -273,10 +273,9 @@ class Journal:
             yield
 
     @torch.no_grad()
-    def restore(self, *, with_generators: bool = True) -> None:
+    def restore(self) -> None:
         """Restore everything that has changed. Calls may go on."""
-        if with_generators:
-            self.rewind()
+        self.rewind()
         self._references.restore()
         self._restore_classes()
         self.written += _restore(self._values)

@@ -1,15 +1,11 @@
-"""State that begins in the first call of a module or criterion, and seeds in it.
+"""State that begins in the first call of a module or criterion.
 
 A replica begins each step with the user's attributes, so such state is lost.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,32 +13,11 @@ from torch import Tensor, nn
 from scatterpar.devices.copies import write
 from scatterpar.spans import Part
 from scatterpar.step.loss import loss_of
-from scatterpar.torch_private.thread_modes import OperatorMode
 from scatterpar.verify.moved_state import new_in, state_of
 from scatterpar.verify.results import Result
 from scatterpar.verify.runs import Runs
 
 _OTHER_WEIGHTS = 0.1  # how much other they are, relatively
-_MAX_DRAWS = 64  # of a call that are compared
-_is_seed_sought = ContextVar("is_seed_sought", default=False)
-
-
-def is_seed_sought() -> bool:
-    """Whether the present call is to draw from generators as they are.
-
-    A call of a library's loop begins with the state before the look, random generators
-    included: with another seed it would draw the same numbers, as if it seeded itself.
-    """
-    return _is_seed_sought.get()
-
-
-@contextlib.contextmanager
-def _seed_sought() -> Iterator[None]:
-    token = _is_seed_sought.set(True)
-    try:
-        yield
-    finally:
-        _is_seed_sought.reset(token)
 
 
 def state_that_begins(runs: Runs, rows: Part) -> list[str]:
@@ -90,42 +65,3 @@ def state_that_begins(runs: Runs, rows: Part) -> list[str]:
         return []  # of other weights the loss says nothing
     difference = Result(with_state, ()).difference_from(Result(without_state, ()))
     return [] if difference <= runs.rounding.limit else names
-
-
-class _Seeds(OperatorMode):
-    """Records the state of a generator before each operator that draws from it."""
-
-    def __init__(self, get_state: Callable[[], Tensor]) -> None:
-        super().__init__()
-        self.states: list[Tensor] = []
-        self._get_state = get_state
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if is_random and len(self.states) < _MAX_DRAWS:
-            self.states.append(self._get_state())
-        return func(*args, **(kwargs or {}))
-
-
-def draws_are_seeded(runs: Runs, rows: Part) -> list[str]:
-    """Names the default generator if a call draws from it after it has seeded it.
-
-    Then each micro-batch draws the same numbers.
-    """
-    task = runs.replica_task
-    # ``torch.manual_seed`` seeds that of the host, too, if others draw on a device.
-    generator = torch.default_generator
-    states: list[list[Tensor]] = []
-    for is_other_seed in (False, True):
-        with runs.surroundings(task):
-            # Only for calls that draw: engines in other threads have this generator.
-            if is_other_seed:
-                generator.manual_seed(generator.initial_seed() ^ 1)
-            with _seed_sought(), _Seeds(generator.get_state) as seeds:
-                task.output_of(runs.inputs_of(rows))
-        if not seeds.states:
-            return []
-        states.append(seeds.states)
-    return [str(generator)] if any(map(torch.equal, *states)) else []

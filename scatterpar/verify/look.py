@@ -40,7 +40,7 @@ from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.threads.process_settings import FULL_FLOAT32
 from scatterpar.threads.workers import Overdue
-from scatterpar.verify.beginning_state import draws_are_seeded, state_that_begins
+from scatterpar.verify.beginning_state import state_that_begins
 from scatterpar.verify.choice import weighted_parts
 from scatterpar.verify.dropped_warnings import warnings_dropped
 from scatterpar.verify.look_causes import has_gradient_of_no_loss
@@ -71,7 +71,7 @@ PATIENCE_SECONDS = 40.0  # a look that takes longer is inconclusive
 # The workers' limit: the look itself ends in time, unless a call waits.
 _WORKERS_PATIENCE = 1.1
 _MAX_ROWS_OF_BATCH = 256
-_FEW_ROWS = 8  # whatever they are, calls read state or draw
+_FEW_ROWS = 8  # whatever they are, calls read state
 _OF_MISTAKES = (AttributeError, LookupError, NameError, TypeError, AssertionError)
 _VERIFY = Path(__file__).parent
 _MAX_PARTS_OF_STEP = 16  # a look at all of them costs as much as a step
@@ -311,7 +311,6 @@ class ReplicaLook:
             return LookReport(taken_for_rows(runs.taken_for_rows, request.dim))
         _require_gradients(at_once.result, in_parts)
         moved = self._moved(in_parts, rows)
-        is_seeded = self._is_seeded(rows)
         # After the runs, which have shown the formats that they round to.
         tolerance = runs.rounding.tolerance
         draws_steadily = in_parts.random_calls == at_once.random_calls * len(parts)
@@ -330,9 +329,8 @@ class ReplicaLook:
         verdict = _verdict_of(results, in_parts)
         # Last, because the runs that find a cause may show more.
         lost = runs.user_code.lost()
-        thread_locals = runs.user_code.thread_locals()
         scope = self._scope(in_parts)
-        effects = CallEffects(moved, is_seeded, lost, thread_locals, scope)
+        effects = CallEffects(moved, lost, scope)
         return LookReport(verdict, effects, chosen, results.difference, tolerance)
 
     def answer_of_step(
@@ -447,12 +445,6 @@ class ReplicaLook:
         if self._has_one_call or runs.request.whole_batch:
             moved += attributes_that_calls_move(runs, rows)
         return moved
-
-    def _is_seeded(self, rows: Part) -> bool:
-        """Whether the module seeds the default generator, and draws from it."""
-        if self.choice.number:
-            return False
-        return bool(self._measured(draws_are_seeded, rows[:_FEW_ROWS]))
 
     def _scope(self, run: RunResult) -> Scope:
         """The part of a sub-step that one replica at a time must run."""

@@ -52,32 +52,12 @@ def state_is_moved(look_request: LookRequest, names: Sequence[str]) -> str:
     )
 
 
-def generator_is_seeded() -> str:
-    """The module seeds the default generator, and draws from it."""
-    return in_lines(
-        "forward passes seed the random generator themselves, so each micro-batch "
-        "draws the numbers of the first one.",
-        "Draw the numbers before the step, and pass them among the inputs, with one "
-        "entry per row; or seed outside of forward.",
-    )
-
-
 def tensor_was_not_saved(shape: tuple[int, ...]) -> str:
     """User code writes a tensor that is too large to be saved."""
     return in_lines(
         f"your code writes a tensor of shape {shape}, above 64 MiB, which the "
         "check of a few rows did not save.",
         "Keep it in a buffer of the module, or pass verify=False.",
-    )
-
-
-def threads_have_their_own(names: Sequence[str]) -> str:
-    """User code refers to ``threading.local`` objects with these ``names``."""
-    return in_lines(
-        "forward or the criterion refers to a threading.local, of which each thread "
-        f"has attributes of its own: {', '.join(names)}. Replicas compute in threads "
-        "of theirs, which have not what yours has set.",
-        "Use a contextvars.ContextVar, which they have, too, or an attribute.",
     )
 
 

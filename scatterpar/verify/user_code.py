@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import time
-import types
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -30,8 +28,8 @@ from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.numerics.rounding import HALF_PRECISION
 from scatterpar.numerics.wider_precision import Precision, WiderLayers
 from scatterpar.objects.journal import Journal
-from scatterpar.objects.references import globals_named_in, module_of, names_in
-from scatterpar.objects.walk import Place, PlaceKind, Walk, function_of
+from scatterpar.objects.references import module_of
+from scatterpar.objects.walk import Walk
 from scatterpar.step.call_state import roots_of_batches
 from scatterpar.step.criterion_closure import closure_contents
 from scatterpar.step.replica_threads import ReplicaNote
@@ -40,55 +38,6 @@ from scatterpar.step.task import ReplicaTask
 from scatterpar.torch_private.compiler import uncompiled
 from scatterpar.verify.dropped_records import records_dropped
 from scatterpar.verify.saved_writes import SavedWrites
-
-
-def _is_for_overridden_methods(place: Place, walk: Walk) -> bool:
-    """Whether only methods name this global that a subclass has replaced.
-
-    A method that a subclass may call by ``super()``, or by its class, is not replaced.
-    """
-    if place.kind is not PlaceKind.GLOBAL:
-        return False
-    functions = [
-        value
-        for value in walk.values
-        if isinstance(value, types.FunctionType)
-        and value.__globals__ is place.holder
-        and place.key in globals_named_in(value.__code__)
-    ]
-    kinds = set(map(type, walk.values))
-    return bool(functions) and all(
-        _is_overridden(function, kinds) for function in functions
-    )
-
-
-def _is_overridden(function: types.FunctionType, kinds: Iterable[type]) -> bool:
-    """Whether all classes of ``kinds`` that inherit this method replace it."""
-    name = function.__name__
-    is_inherited = False
-    for kind in kinds:
-        subclasses: list[type] = []
-        for base in kind.__mro__:
-            if function_of(vars(base).get(name)) is function:
-                is_inherited = True
-                if not _replace(subclasses, name, base):
-                    return False
-                break
-            subclasses.append(base)
-    return is_inherited
-
-
-def _replace(subclasses: Sequence[type], name: str, base: type) -> bool:
-    """Whether ``subclasses`` replace a method of ``base``, and none calls it."""
-    named: set[str] = set()
-    for subclass in subclasses:
-        for attribute in vars(subclass).values():
-            method = function_of(attribute)
-            if method is not None and method.__name__ != "__init__":
-                named |= names_in(method.__code__)
-    replaced = any(name in vars(subclass) for subclass in subclasses)
-    return replaced and named.isdisjoint({"super", base.__name__})
-
 
 _UNSAVED = (
     "Such code is not looked at: use it outside of forward and the criterion, and pass "
@@ -267,17 +216,6 @@ class UserCode:
     def lost(self) -> list[tuple[int, ...]]:
         """The shapes of large tensors that user code has written."""
         return [shape for journal in self.journals for shape in journal.lost()]
-
-    def thread_locals(self) -> dict[str, threading.local]:
-        """What user code refers to and each thread has for itself, by name."""
-        found: dict[str, threading.local] = {}
-        for journal in self.journals:
-            for place in journal.walk.places:
-                # Not of the value itself: a proxy asks an object that may be gone.
-                is_local = issubclass(type(place.value), threading.local)
-                if is_local and not _is_for_overridden_methods(place, journal.walk):
-                    found[journal.walk.name_of_place(place)] = place.value
-        return found
 
     def _own_leaves(self) -> Iterator[Tensor]:
         """Yield the parameters of the user's module."""

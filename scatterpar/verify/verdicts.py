@@ -9,9 +9,8 @@ from __future__ import annotations
 import enum
 import math
 import re
-import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from scatterpar.causes.cause_list import first_finding
 from scatterpar.causes.counts import IGNORED, Count
@@ -74,16 +73,12 @@ class CallEffects:
 
     Attributes:
         moved: the names of state that each part moves.
-        is_seeded: whether the module seeds the default generator, and draws from it.
         lost: the shapes of large tensors that they write.
-        thread_locals: what they refer to and each thread has for itself, by name.
         scope: the part of a sub-step that one replica at a time must run.
     """
 
     moved: Sequence[str] = ()
-    is_seeded: bool = False
     lost: Sequence[tuple[int, ...]] = ()
-    thread_locals: Mapping[str, threading.local] = field(default_factory=dict)
     scope: Scope = Scope.NOTHING
 
 

@@ -227,16 +227,8 @@ class Verifier:
         moved = [name for name in effects.moved if name not in self._told]
         if moved:
             self.warn(look_words.state_is_moved(look_request, moved), moved)
-        if effects.is_seeded:
-            self.warn(look_words.generator_is_seeded())
         if effects.lost:
             self.warn(look_words.tensor_was_not_saved(effects.lost[0]))
-        # A single replica computes in the caller's thread.
-        if len(look_request.attempt.plan.shares) > 1:
-            # This is the caller's thread, in which the user has set them.
-            names = [name for name, of in effects.thread_locals.items() if vars(of)]
-            if names:
-                self.warn(look_words.threads_have_their_own(names), names)
         if report.verdict.action is Action.WARN:
             self.warn(report.verdict.text)
         kind.note_agreement()

@@ -49,19 +49,9 @@ def inconclusive(**options):
             "Count steps where the loop counts them.",
         ),
         (
-            look_words.generator_is_seeded(),
-            "forward passes seed the random generator themselves",
-            "Draw the numbers before the step",
-        ),
-        (
             look_words.tensor_was_not_saved((3, 4)),
             "your code writes a tensor of shape (3, 4), above 64 MiB",
             "Keep it in a buffer of the module",
-        ),
-        (
-            look_words.threads_have_their_own(["A", "B"]),
-            "threading.local, of which each thread has attributes of its own: A, B.",
-            "Use a contextvars.ContextVar",
         ),
         (
             look_words.several_candidates_fit(

@@ -13,7 +13,6 @@ import torch
 from harness.looks import INPUTS, VALUES
 from harness.models import CLASSES, FEATURES, mlp
 from torch import nn
-from torch.nn import functional as F
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.batch.batch import batch_of
@@ -289,28 +288,8 @@ def test_report_of_a_step_that_moves_state(reports):
     assert first.effects.moved == ["the buffer 'calls'", "the attribute 'began'"]
     assert second.effects.moved == ["the buffer 'calls'"]  # begins in the first step
     assert first.effects.scope is Scope.NOTHING
-    assert not first.effects.is_seeded
     assert first.difference <= first.tolerance < 1e-3
     assert [len(part) for part in second.parts] == [4] * 6  # as in the step
-
-
-class Seeds(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES).double()
-
-    def forward(self, rows):
-        torch.manual_seed(0)
-        return F.dropout(self.linear(rows))
-
-
-@pytest.mark.draws
-@pytest.mark.filterwarnings("ignore:forward passes seed")
-def test_first_report_tells_of_seeds(reports):
-    with ScatterOnceParallel(Seeds(), 3, ["cpu"] * 2) as engine:
-        for _ in range(2):
-            engine.forward_backward(INPUTS, VALUES, nn.MSELoss())
-    assert [report.effects.is_seeded for report in reports] == [True, False]
 
 
 def test_refused_look_has_its_difference(reports):

@@ -396,23 +396,11 @@ def test_warning_that_is_an_error_changes_nothing(devices):
         step(engine, F.mse_loss, VALUES)
 
 
-OF_THREADS = threading.local()
 OF_CONTEXT = contextvars.ContextVar("scale", default=1.0)
 
 
-class ScaledByThread(nn.Module):
-    """In the caller's thread the scale is 3, in the replicas' it is not there."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(FEATURES, 3)
-
-    def forward(self, rows):
-        return self.linear(rows) * getattr(OF_THREADS, "scale", 1.0)
-
-
 class ScaledByContext(nn.Module):
-    """The remedy."""
+    """Replicas compute in threads with the caller's context."""
 
     def __init__(self):
         super().__init__()
@@ -422,41 +410,11 @@ class ScaledByContext(nn.Module):
         return self.linear(rows) * OF_CONTEXT.get()
 
 
-def of_thread(output, targets):
-    return F.mse_loss(output, targets) * getattr(OF_THREADS, "scale", 1.0)
-
-
 @pytest.fixture
 def _scaled_by_three():
-    OF_THREADS.scale = 3.0
     token = OF_CONTEXT.set(3.0)
     yield
-    del OF_THREADS.scale
     OF_CONTEXT.reset(token)
-
-
-@pytest.mark.parametrize(
-    ("make", "criterion"),
-    [
-        (ScaledByThread, nn.MSELoss()),
-        (lambda: nn.Linear(FEATURES, 3), of_thread),
-    ],
-)
-@pytest.mark.usefixtures("_scaled_by_three")
-def test_thread_local_is_told(devices, make, criterion):
-    inputs, targets = randn(9, FEATURES), randn(9, 3)
-    for number in (1, 2):
-        with (
-            warnings.catch_warnings(record=True) as told,
-            ScatterOnceParallel(build(make), 2, devices(number)) as engine,
-        ):
-            warnings.simplefilter("always")
-            for _ in range(2):
-                engine.forward_backward(inputs, targets, criterion)
-        texts = [str(warning.message) for warning in told]
-        assert len(texts) == number - 1  # one replica computes in this thread
-        assert all("threading.local" in text for text in texts)
-        assert all("OF_THREADS" in text for text in texts)
 
 
 @pytest.mark.usefixtures("_scaled_by_three")
@@ -468,61 +426,3 @@ def test_context_variable_is_every_replicas(devices):
     ):
         warnings.simplefilter("error")
         assert_step(engine, inputs, targets, nn.MSELoss())
-
-
-def test_thread_local_without_attributes_is_not_told(devices):
-    with (
-        warnings.catch_warnings(),
-        ScatterOnceParallel(build(ScaledByThread), 2, devices(2)) as engine,
-    ):
-        warnings.simplefilter("error")
-        engine.forward_backward(randn(9, FEATURES), randn(9, 3), nn.MSELoss())
-
-
-class Overrides(ScaledByThread):
-    def forward(self, rows):
-        return self.linear(rows)
-
-
-class CallsSuper(ScaledByThread):
-    def forward(self, rows):
-        return super().forward(rows)
-
-
-class CallsTheBase(ScaledByThread):
-    def forward(self, rows):
-        return ScaledByThread.forward(self, rows)
-
-
-class OverridesAnother(ScaledByThread):
-    def extra(self):
-        return 0
-
-
-@pytest.mark.parametrize(
-    ("make", "criterion", "is_told"),
-    [
-        (Overrides, nn.MSELoss(), False),
-        (Overrides, of_thread, True),
-        (CallsSuper, nn.MSELoss(), True),
-        (CallsTheBase, nn.MSELoss(), True),
-        (OverridesAnother, nn.MSELoss(), True),
-        (
-            lambda: nn.Sequential(
-                Overrides(), nn.Linear(3, FEATURES), ScaledByThread()
-            ),
-            nn.MSELoss(),
-            True,
-        ),
-    ],
-)
-@pytest.mark.usefixtures("_scaled_by_three")
-def test_thread_local_of_an_overridden_method(devices, make, criterion, is_told):
-    """A subclass does not call the base's method, unless it names it."""
-    with (
-        warnings.catch_warnings(record=True) as told,
-        ScatterOnceParallel(build(make), 2, devices(2)) as engine,
-    ):
-        warnings.simplefilter("always")
-        engine.forward_backward(randn(9, FEATURES), randn(9, 3), criterion)
-    assert ["threading.local" in str(text.message) for text in told] == [True] * is_told

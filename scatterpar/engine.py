@@ -769,7 +769,9 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
 
     def _called(self, module: nn.Module, arguments: Arguments) -> Any:
         """A call of the module, or of a part of it, by all replicas."""
-        options = CallOptions(self.dim, self.shares, self.verify, self.check_finite)
+        options = CallOptions(
+            self.dim, self.shares, self.verify, self.check_finite, self.verify
+        )
         output = self._calls.call(module, arguments, options)
         if self._calls.last_report is not None:
             self.last_step = self._calls.last_report

@@ -33,7 +33,9 @@ from scatterpar.batch.refused_outputs import refuse_generators
 from scatterpar.calls.call_looks import CallLooks, CallOfLook
 from scatterpar.calls.copies_in_graph import AutogradTransfers
 from scatterpar.calls.division import Division, are_divided_alike
+from scatterpar.calls.inner_gradients import refused_inner_backward
 from scatterpar.calls.left_tensors import join_left_tensors
+from scatterpar.calls.lost_state import LostState
 from scatterpar.calls.numbers import BY_ROWS, NumberRule, combined_number, weights_of
 from scatterpar.calls.replicas_of_call import ReplicasOfCall
 from scatterpar.causes.batch_normalisation import uses_batch_statistics
@@ -45,7 +47,6 @@ from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.replicas.sync_batch_norm import refuse_to_wait
 from scatterpar.report import StepReport
-from scatterpar.step.inner_backward import gradients_put_aside
 from scatterpar.step.misfits import misfit_of_dataclass, misfit_of_inputs
 from scatterpar.step.replica_threads import Proceed, ReplicaThreads
 from scatterpar.step.row_writes import KnownWrites, RowWrites
@@ -57,8 +58,8 @@ from scatterpar.torch_private.autograd import current_graph_task, saved_tensors_
 from scatterpar.torch_private.thread_modes import is_transformed
 
 _IN_A_CALL = (
-    "a call (ScatterOnceParallel.forward_backward synchronises them, and a call of "
-    "the module itself)"
+    "a call (ScatterOnceParallel.forward_backward synchronises them, and so does "
+    "a call of the module itself)"
 )
 
 
@@ -71,12 +72,14 @@ class CallOptions:
         shares: the relative sizes of the replicas' shares.
         verify: whether a few rows are compared before calls 1, 2, 4, 8, ….
         check_finite: whether a number that is not finite is an error.
+        tells_state: whether state that replicas leave differently is told.
     """
 
     dim: int = 0
     shares: Sequence[float] | None = None
     verify: bool = True
     check_finite: bool = False
+    tells_state: bool = True
 
 
 @dataclass
@@ -120,6 +123,7 @@ class Calls:
         self._known_writes = KnownWrites()
         self._told = Told()
         self._looks = CallLooks()
+        self._lost_state = LostState()
 
     def has_graph(self, arguments: Any) -> bool:
         """Whether torch would give the output of a call a graph."""
@@ -230,9 +234,7 @@ class Calls:
             self._replicas.refresh(transfers)
             seconds["replicate"] = time.perf_counter() - start
             gradients.transfers = transfers
-            division = Division(
-                plan, options.dim, transfers, gradients.begin_pass, gradients.sentinel
-            )
+            division = Division(plan, options.dim, transfers, gradients)
             self._refuse_synchronised(plan)
             generators = Generators([share.device for share in plan.shares])
             threads = ReplicaThreads(self._workers, plan.shares, generators)
@@ -246,8 +248,13 @@ class Calls:
                 seconds["scatter"] = time.perf_counter() - start
                 start = time.perf_counter()
                 modules = self._replicas.modules_of(module, len(plan.shares))
+                is_divided = len(modules) > 1
+                self._lost_state.begin(
+                    self._replicas, is_divided and options.tells_state
+                )
                 outputs = self._run(threads, modules, by_share, writes)
                 seconds["compute"] = time.perf_counter() - start
+                self._lost_state.end(self._replicas, division)
                 join_left_tensors(self._replicas, division, self._told)
                 report = StepReport(
                     plan,
@@ -270,6 +277,7 @@ class Calls:
             generators.commit()
             writes.tell(dict(enumerate(args)) | kwargs)
             self._looks.tell()
+            self._lost_state.tell()
             if len(plan.shares) > 1:
                 self._tell_of_layers(module)
             self.last_report = report
@@ -304,7 +312,7 @@ class Calls:
             leaves = [slot.tensor for slot in replica_set.trained if slot.is_leaf]
         with (
             parameter_writes_refused([replica_set]),
-            gradients_put_aside(leaves, [replica_set]),
+            refused_inner_backward(self._root, leaves),
         ):
             try:
                 return threads.run(work, range(len(modules)))

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from scatterpar.batch.batch import Batch, batch_of
 from scatterpar.calls.copies_in_graph import AutogradTransfers
-from scatterpar.devices.copies import write
+from scatterpar.calls.gradients import CallGradients
+from scatterpar.devices.copies import to_device, write
 from scatterpar.devices.streams import current_streams, has_streams, use_device
 from scatterpar.devices.virtual_devices import physical
 from scatterpar.plan import Plan
@@ -38,8 +39,7 @@ class Division:
         master: the device of the whole.
         devices: that of each share.
         rows: the number of rows of each share.
-        begin_pass: called when a backward pass reaches joined outputs.
-        sentinel: a leaf that every joined output depends on.
+        gradients: those of the replicas, which are told of backward passes.
     """
 
     def __init__(
@@ -47,8 +47,7 @@ class Division:
         plan: Plan,
         dim: int,
         transfers: AutogradTransfers,
-        begin_pass: Callable[[], object],
-        sentinel: Tensor,
+        gradients: CallGradients,
     ) -> None:
         self.plan = plan
         self.dim = dim
@@ -56,8 +55,7 @@ class Division:
         self.master = plan.shares[0].device
         self.devices = [share.device for share in plan.shares]
         self.rows = [share.rows for share in plan.shares]
-        self.begin_pass = begin_pass
-        self.sentinel = sentinel
+        self.gradients = gradients
         # A backward pass may run in a thread of autograd's, on other streams.
         self._streams = current_streams()
 
@@ -134,7 +132,7 @@ class Division:
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """All rows, on the master, with a graph if a part has one."""
         if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
-            whole: Tensor = JoinRows.apply(self, self.sentinel, *parts)  # type: ignore[no-untyped-call]
+            whole: Tensor = JoinRows.apply(self, self.gradients.sentinel, *parts)  # type: ignore[no-untyped-call]
             return whole
         with torch.no_grad():
             return self.joined(parts)
@@ -142,7 +140,7 @@ class Division:
     def on_master(self, number: int, tensor: Tensor) -> Tensor:
         """A tensor of a share, copied to the master, with its graph."""
         if torch.is_grad_enabled() and tensor.requires_grad:
-            tensor = Outgoing.apply(self, self.sentinel, tensor)  # type: ignore[no-untyped-call]
+            tensor = Outgoing.apply(self, self.gradients.sentinel, tensor)  # type: ignore[no-untyped-call]
         device = self.devices[number]
         if device == self.master:
             return tensor
@@ -152,7 +150,7 @@ class Division:
         """An output of the pair, where it is. Its backward pass is one of the call."""
         if not torch.is_grad_enabled() or not output.requires_grad:
             return output
-        left: Tensor = Outgoing.apply(self, self.sentinel, output)  # type: ignore[no-untyped-call]
+        left: Tensor = Outgoing.apply(self, self.gradients.sentinel, output)  # type: ignore[no-untyped-call]
         return left
 
 
@@ -171,7 +169,7 @@ class JoinRows(torch.autograd.Function):
         """The gradients of the parts."""
         (gradient,) = gradients
         division: Division = ctx.division
-        division.begin_pass()
+        division.gradients.begin_pass()
         with division.on_streams():
             # In a graph of its own, for a second derivative.
             parts = SplitRows.apply(division, gradient)  # type: ignore[no-untyped-call]
@@ -185,6 +183,7 @@ class SplitRows(torch.autograd.Function):
     def forward(ctx: Any, division: Division, whole: Tensor) -> tuple[Tensor, ...]:
         """The rows of each share."""
         ctx.division = division
+        ctx.device = whole.device
         return division.split(whole)
 
     @staticmethod
@@ -193,7 +192,8 @@ class SplitRows(torch.autograd.Function):
         """The gradient of the whole."""
         division: Division = ctx.division
         with division.on_streams():
-            return None, division.join(gradients)
+            # The caller's tensor may be on the host.
+            return None, to_device(division.join(gradients), ctx.device)
 
 
 class Outgoing(torch.autograd.Function):
@@ -210,7 +210,7 @@ class Outgoing(torch.autograd.Function):
     @never_compiled
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient of the output."""
-        ctx.division.begin_pass()
+        ctx.division.gradients.begin_pass()
         return None, None, *gradients
 
 

@@ -86,7 +86,7 @@ def _joined_or_first(
                 f"forward, or a hook, leaves a tensor of shape {tuple(first.shape)} in "
                 f"{name!r}, which has no rows: it is that of the rows of the first "
                 "replica alone; return it from forward, or keep what it is computed "
-                "from, one entry per row"
+                "from, one entry per row. docs/limits.md, State in modules."
             )
         return first
 

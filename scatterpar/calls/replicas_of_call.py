@@ -41,6 +41,7 @@ class ReplicasOfCall:
     """The replicas of ``root``, of which the first is ``root`` itself.
 
     Attributes:
+        device_ids: one entry per replica.
         gradients: those of the replicas.
         replica_set: the copies. That of the first replica is not called: it has the
             values of the buffers before a call.
@@ -48,15 +49,15 @@ class ReplicasOfCall:
 
     def __init__(
         self,
-        root: nn.Module,
+        root: Any,
         device_ids: Sequence[torch.device],
         replica_set: ReplicaSet,
     ) -> None:
         self.root = root
         self.gradients = CallGradients(device_ids)
         self.replica_set = replica_set
-        self._device_ids = tuple(device_ids)
-        self._replicated: nn.Module = root
+        self.device_ids = tuple(device_ids)
+        self._replicated: Any = root
         self._versions: Sequence[int] = ()
         self._unseen: frozenset[int] = frozenset()
         self._seen: tuple[int, int] = (-1, -1)  # builds and sends
@@ -66,7 +67,7 @@ class ReplicasOfCall:
         self._find_boxes()
         replica_set = self.replica_set
         with torch.inference_mode(False), torch.no_grad():
-            replica_set.follow(self._replicated, self._device_ids, may_lack_data=True)
+            replica_set.follow(self._replicated, self.device_ids, may_lack_data=True)
             seen = replica_set.builds, replica_set.sends
             reads_values = seen != self._seen or self.gradients.were_added
             present = versions(replica_set.tensors)
@@ -93,8 +94,8 @@ class ReplicasOfCall:
                 self._unseen = frozenset()
         self.gradients.connect(replica_set)
 
-    def modules_of(self, module: nn.Module, count: int) -> list[nn.Module]:
-        """The module, and its copies in the other replicas."""
+    def modules_of(self, module: Any, count: int) -> list[Any]:
+        """A module, or a method of one, and its copies in the other replicas."""
         replicas = self.replica_set.replicas[1:count]
         return [module, *(replica.copy_of(module) for replica in replicas)]
 
@@ -130,6 +131,8 @@ class ReplicasOfCall:
     def _find_boxes(self) -> None:
         """Find containers that hooks close over: replicas fill their own."""
         hooks: list[Any] = []
+        if not isinstance(self.root, nn.Module):  # such as a partial
+            return
         for module in self.root.modules():
             for registry in (
                 module._forward_hooks,

@@ -11,8 +11,8 @@ the device of that entry, so no device has to hold all outputs. ::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,33 +24,36 @@ from scatterpar.batch import nested
 from scatterpar.batch.batch import batch_of
 from scatterpar.batch.joining import join_rows
 from scatterpar.batch.markers import count_rows
-from scatterpar.batch.refused_outputs import refuse_generators
+from scatterpar.calls.call import CallOptions, Calls
 from scatterpar.calls.copies_in_graph import AutogradTransfers
+from scatterpar.calls.division import Division
+from scatterpar.calls.gradients import CallGradients
+from scatterpar.calls.inner_gradients import refused_inner_backward
+from scatterpar.calls.left_tensors import join_left_tensors
+from scatterpar.calls.replicas_of_call import ReplicasOfCall
 from scatterpar.devices.bits import same_bits
 from scatterpar.devices.copies import to_device
 from scatterpar.devices.device_ids import DeviceLike, resolve
-from scatterpar.devices.links import check_links
 from scatterpar.devices.streams import has_streams, is_async
 from scatterpar.devices.virtual_devices import physical
-from scatterpar.errors import restored
+from scatterpar.errors import Told, restore_after, restored
+from scatterpar.objects.references import module_of
 from scatterpar.objects.walk import register_wrapper
 from scatterpar.option_checks import check_int
-from scatterpar.pair.lost_state import LostState
-from scatterpar.pair.recorded_copies import (
-    PassingReplica,
+from scatterpar.pair.outputs import (
     combine,
     note_rows,
     noted_rows,
-    refused_inner_backward,
-    replicate,
-    require_eager,
-    scatter_owned,
     trained_by,
 )
 from scatterpar.plan import Plan, make_plan
-from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.replicas.module_contents import root_to_replicate
 from scatterpar.replicas.refused_modules import check_placement
+from scatterpar.replicas.replicas import (
+    ReplicaOptions,
+    ReplicaSet,
+    parameter_writes_refused,
+)
 from scatterpar.step.logged_numbers import NumbersToLog, require_same_names
 from scatterpar.step.loss import loss_and_numbers_in
 from scatterpar.step.loss_weights import as_sum, compute_loss_weights
@@ -66,13 +69,12 @@ from scatterpar.step.request import (
 )
 from scatterpar.step.row_writes import KnownWrites, RowWrites
 from scatterpar.step.substeps import set_aside
-from scatterpar.step.task import call_inputs, is_shared
+from scatterpar.step.task import is_shared
 from scatterpar.step.turns import Scope
-from scatterpar.step.undo import Undo
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Workers
 from scatterpar.torch_private.autograd import saved_tensors_hooks
-from scatterpar.torch_private.compiler import never_compiled
+from scatterpar.torch_private.compiler import never_compiled, unwrapped
 from scatterpar.verify.output_looks import OutputLooks
 from scatterpar.wrapper import ModuleT, WrappedT, Wrapper
 
@@ -87,18 +89,12 @@ class _OfPair(Wrapper[WrappedT]):
 
     device_ids: tuple[torch.device, ...] | None
     dim: int
-    _transient: tuple[str, ...] = (
-        "_workers",
-        "_checked_modes",
-        "_lost_state",
-        "_known_writes",
-    )
+    _transient: tuple[str, ...] = ("_workers", "_known_writes")
 
     def __init__(
         self, module: WrappedT, device_ids: tuple[torch.device, ...] | None, dim: int
     ) -> None:
         super().__init__()
-        require_eager(module)
         check_int("dim", dim)
         self.module = module
         self.device_ids = device_ids
@@ -107,72 +103,7 @@ class _OfPair(Wrapper[WrappedT]):
 
     def _init_transient(self) -> None:
         self._workers = Workers(self.device_ids or (), f"this {type(self).__name__}")
-        # Those in which a forward pass wrote no parameter.
-        self._checked_modes: set[Hashable] = set()
-        self._lost_state = LostState()
         self._known_writes = KnownWrites()
-
-    def _run(
-        self,
-        plan: Plan,
-        work: Callable[[Any, int], Any],
-        transfers: AutogradTransfers,
-        outputs: Sequence[Any] = (),
-        *,
-        tells_state: bool = True,
-    ) -> list[Any]:
-        """Call ``work(replica of module, its number)`` for each share, in parallel, or
-        one at a time.
-
-        Then the module gets the buffers of replica 0. If a call raises, random state is
-        restored. No call may run a backward pass that reaches a parameter of the
-        module, or one that ``outputs`` were computed from.
-
-        With ``tells_state``, warns of what the calls leave behind.
-        """
-        module: Any = self.module
-        devices = [share.device for share in plan.shares]
-        copies: list[PassingReplica] = []
-        guard: AbstractContextManager[None] = nullcontext()
-        modules = [module] * len(devices)
-        # Without tensors and modules the criterion itself is called.
-        root = root_to_replicate(module)
-        if root is not None:
-            # In every call: the graph of the outputs keeps these copies.
-            copies, guard = replicate(root, devices, self._checked_modes)
-            modules = [copy.copy_of(module) for copy in copies]
-            if tells_state:
-                self._lost_state.begin(module, copies)
-
-        def run(replica: int, _: Proceed) -> Any:
-            with threads.turn(Scope.SUBSTEP, replica, 0):
-                return work(modules[replica], replica)
-
-        generators = Generators(devices)
-        threads = ReplicaThreads(self._workers, plan.shares, generators)
-        # A function, which replicas share, computes one loss at a time.
-        if is_shared(module):
-            threads.widen(Scope.SUBSTEP)
-        # Checkpointing identifies recomputed tensors by the order in which they were
-        # saved.
-        hooks = saved_tensors_hooks()
-        if hooks is not None and hooks[0].__module__ == checkpoint.__module__:
-            threads.widen(Scope.SUBSTEP)
-        leaves: Sequence[Tensor] = ()
-        # A single replica's gradients are those of the whole batch.
-        if len(devices) > 1:
-            leaves = trained_by(root, outputs)
-        inner = refused_inner_backward(root, leaves)
-        with Undo(generators, transfers), guard, inner:
-            results = threads.run(run, range(len(devices)))
-        self._lost_state.end()
-        # Now that all calls have succeeded.
-        generators.commit()
-        if copies:
-            first = copies[0]
-            changes = first.memory_changes()
-            BufferWriter(first.changed_buffers(), memory_changes=changes).write()
-        return results
 
 
 register_wrapper(_OfPair)
@@ -216,6 +147,7 @@ class DataParallelModel(_OfPair[ModuleT]):
         dim: int = 0,
     ) -> None:
         """The docstring of the class has the arguments and an example."""
+        module, self._compile_fn = unwrapped(module)
         check_module(module)
         super().__init__(module, resolve(device_ids), dim)
         master = self.device_ids[0]
@@ -252,34 +184,31 @@ class DataParallelModel(_OfPair[ModuleT]):
         Exceptions of the module are raised unchanged, with a note that names the
         replica.
         """
-        arguments = {"inputs": inputs, "keyword inputs": kwargs}
-        rows = count_rows(arguments, self.dim, refuse_grad=False)
-        plan = make_plan(rows, self.device_ids)
-        # Again: the module may have been compiled since it was wrapped.
-        require_eager(self.module)
-        # Targets and inputs may require grad, so autograd records their copies.
-        transfers = AutogradTransfers()
-        with self._workers.exclusive(), restored(transfers.synchronize):
-            # Looked at once: the result is kept.
-            check_links(self.device_ids)
-            arguments_of_call = call_inputs(inputs, kwargs)
-            calls = scatter_owned(arguments_of_call, plan, self.dim, transfers)
+        options = CallOptions(self.dim, verify=False)
+        outputs, plan = self._calls.outputs(self.module, (inputs, kwargs), options)
+        note_rows(outputs, plan)
+        return outputs
 
-            writes = RowWrites(self._known_writes)
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """In the body, backward passes leave gradients at their replicas.
 
-            def output_of(replica: Any, number: int) -> Any:
-                args, kwargs = calls[number]
-                arguments = dict(enumerate(args)) | kwargs
-                with writes.watched("forward", "inputs", arguments) as watch:
-                    output = replica(*args, **kwargs)
-                    watch.result = output
-                refuse_generators(output)
-                return output
+        As ``ScatterOnceParallel.no_sync``: the first pass outside adds all that waits.
+        """
+        with self._calls.gradients.no_sync():
+            yield
 
-            outputs = tuple(self._run(plan, output_of, transfers))
-            writes.tell(dict(enumerate(inputs)) | kwargs)
-            note_rows(outputs, plan)
-            return outputs
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, those that wait at the replicas, too."""
+        self._calls.gradients.drop_waiting()
+        super().zero_grad(set_to_none)
+
+    _transient = (*_OfPair._transient, "_calls")
+
+    def _init_transient(self) -> None:
+        super()._init_transient()
+        replica_set = ReplicaSet(ReplicaOptions(compile_fn=self._compile_fn))
+        self._calls = Calls(self.module, self.device_ids, replica_set, self._workers)
 
 
 class DataParallelCriterion(_OfPair[Criterion]):
@@ -329,11 +258,13 @@ class DataParallelCriterion(_OfPair[Criterion]):
         devices = None if device_ids is None else resolve(device_ids)
         super().__init__(criterion, devices, dim)
 
-    _transient = (*_OfPair._transient, "_looks")
+    _transient = (*_OfPair._transient, "_looks", "_replicas", "_told")
 
     def _init_transient(self) -> None:
         super()._init_transient()
         self._looks = OutputLooks()
+        self._replicas: ReplicasOfCall | None = None
+        self._told = Told()
 
     @never_compiled
     def forward(
@@ -384,9 +315,15 @@ class DataParallelCriterion(_OfPair[Criterion]):
             is_looked_at = self.verify and num_replicas > 1
             if is_looked_at:
                 # A backward pass of the criterion's own is refused later.
-                with set_aside(trained_by(root_to_replicate(self.module), ())):
+                with set_aside(self._trained()):
                     self._looks.check_call(request, plan, outputs, self._workers)
-            pieces = scatter_owned(targets, plan, self.dim, transfers)
+            devices = [share.device for share in plan.shares]
+            replicas = self._replicas_on(devices, transfers)
+            gradients = CallGradients(devices)
+            if replicas is not None:
+                gradients = replicas.gradients
+            division = Division(plan, self.dim, transfers, gradients)
+            pieces = division.split_call(targets)
             calls = list(zip(outputs, pieces, strict=True))
             weights = compute_loss_weights(request, plan, calls)
             writes = RowWrites(self._known_writes)
@@ -399,16 +336,89 @@ class DataParallelCriterion(_OfPair[Criterion]):
                     watch.result = loss
                 return loss, numbers
 
-            # A look names what moves.
-            results = self._run(
-                plan, loss_of, transfers, outputs, tells_state=not is_looked_at
-            )
+            results = self._run(loss_of, division, replicas, outputs)
             self._looks.tell()
             writes.tell()
         weight_by_share = [weight for (weight,) in weights.of_losses]
         losses = [loss for loss, _ in results]
         self.logged = _combined_numbers(results, weight_by_share, plan)
         return combine(losses, weight_by_share, plan)
+
+    def _run(
+        self,
+        work: Callable[[Any, int], tuple[Tensor, NumbersToLog]],
+        division: Division,
+        replicas: ReplicasOfCall | None,
+        outputs: Sequence[Any],
+    ) -> list[tuple[Tensor, NumbersToLog]]:
+        """Call ``work(replica of the criterion, its number)`` for each share.
+
+        In parallel, or one at a time. If a call raises, all is as before. No call may
+        run a backward pass that reaches a parameter of the criterion, or one that
+        ``outputs`` were computed from.
+        """
+        devices = division.devices
+        generators = Generators(devices)
+        threads = ReplicaThreads(self._workers, division.plan.shares, generators)
+        # A function, which replicas share, computes one loss at a time. Checkpointing
+        # identifies recomputed tensors by the order in which they were saved.
+        hooks = saved_tensors_hooks()
+        is_checkpointed = hooks and hooks[0].__module__ == checkpoint.__module__
+        if is_shared(self.module) or is_checkpointed:
+            threads.widen(Scope.SUBSTEP)
+        criteria: list[Any] = [self.module] * len(devices)
+        replica_sets: list[ReplicaSet] = []
+        leaves: Sequence[Tensor] = ()
+        if replicas is not None:
+            criteria = replicas.modules_of(self.module, len(devices))
+            replica_sets.append(replicas.replica_set)
+        # A single replica's gradients are those of the whole batch.
+        if len(devices) > 1:
+            leaves = trained_by(replica_sets, outputs)
+
+        def run(replica: int, _: Proceed) -> tuple[Tensor, NumbersToLog]:
+            with threads.turn(Scope.SUBSTEP, replica, 0):
+                return work(criteria[replica], replica)
+
+        try:
+            with (
+                parameter_writes_refused(replica_sets),
+                refused_inner_backward(self.module, leaves),
+            ):
+                results = threads.run(run, range(len(devices)))
+            if replicas is not None:
+                join_left_tensors(replicas, division, self._told)
+                results = [
+                    (division.left_in_place(loss), numbers) for loss, numbers in results
+                ]
+        except BaseException as error:
+            restores: list[Callable[[], object]] = [generators.rollback]
+            if replicas is not None:
+                restores.append(replicas.restore_buffers)
+            restore_after(error, *restores)
+            raise
+        generators.commit()
+        return results
+
+    def _trained(self) -> list[Tensor]:
+        """The parameters of the criterion that are trained."""
+        module = module_of(self.module)
+        parameters = () if module is None else module.parameters()
+        return [parameter for parameter in parameters if parameter.requires_grad]
+
+    def _replicas_on(
+        self, devices: Sequence[torch.device], transfers: AutogradTransfers
+    ) -> ReplicasOfCall | None:
+        """The replicas of the criterion; ``None`` if it has no modules or tensors."""
+        root = root_to_replicate(self.module)
+        if root is None:
+            return None
+        check_placement(root, devices)
+        if self._replicas is None or self._replicas.device_ids != tuple(devices):
+            replica_set = ReplicaSet(ReplicaOptions())
+            self._replicas = ReplicasOfCall(root, devices, replica_set)
+        self._replicas.refresh(transfers)
+        return self._replicas
 
     def _plan(self, outputs: Sequence[Any], targets: Any) -> Plan:
         """The plan of the targets.

@@ -24,14 +24,14 @@ from typing import Any
 from torch import Tensor
 
 from scatterpar.replicas.refused_modules import parameters_of
-from scatterpar.replicas.replicas import Replica, ReplicaSet
+from scatterpar.replicas.replicas import Replica
 
 _GRADIENT = attrgetter("grad")
 
 
 @contextlib.contextmanager
 def gradients_put_aside(
-    leaves: Sequence[Tensor], replicas: Sequence[Replica | ReplicaSet]
+    leaves: Sequence[Tensor], replicas: Sequence[Replica]
 ) -> Iterator[None]:
     """In the body, ``leaves`` have no gradients; later they have their own again.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -31,12 +31,13 @@ State = dict[str, dict[Any, Any]]
 class SharedTensors:
     """Which places outside of modules refer to tensors, to see where calls leave some.
 
-    Replicas share them: what one leaves there, another one overwrites.
+    Replicas share them: what one leaves there, another one overwrites. Each replica has
+    its own of the containers in ``copied``, by ``id``.
     """
 
-    def __init__(self, roots: Sequence[Any]) -> None:
+    def __init__(self, roots: Sequence[Any], copied: Collection[int] = ()) -> None:
         self._walk = Walk(roots)
-        inside: set[int] = set()
+        inside = set(copied)
         for module in self._walk.modules:
             inside |= {id(vars(module)), id(module._buffers), id(module._parameters)}
         self._containers = [

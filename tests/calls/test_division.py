@@ -6,15 +6,16 @@ from harness.oracle import randn
 
 from scatterpar.calls.copies_in_graph import AutogradTransfers
 from scatterpar.calls.division import Division, are_divided_alike
+from scatterpar.calls.gradients import CallGradients
 from scatterpar.plan import make_plan
 
 
 def division_of(devices, dim=0, rows=5):
     plan = make_plan(rows, [torch.device(name) for name in devices])
-    sentinel = torch.zeros((), requires_grad=True)
+    gradients = CallGradients([share.device for share in plan.shares])
     passes = []
-    made = Division(plan, dim, AutogradTransfers(), lambda: passes.append(1), sentinel)
-    return made, passes
+    gradients.begin_pass = lambda: passes.append(1)
+    return Division(plan, dim, AutogradTransfers(), gradients), passes
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])

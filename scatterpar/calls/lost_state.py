@@ -1,0 +1,105 @@
+"""State that a call leaves otherwise on each replica: told once, by name.
+
+::
+
+    self.centre = rows.mean(0)     the module keeps that of the first replica's rows
+    features.last = output         by a hook, into an object that replicas share
+    self.calls += 1                the same on all replicas: nothing is lost
+
+Calls 1, 2, 4, 8, … are asked. Tensors with rows are joined (``left_tensors``), and
+buffers are those of the first replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from scatterpar.calls.division import Division, are_divided_alike
+from scatterpar.calls.replicas_of_call import ReplicasOfCall
+from scatterpar.errors import Told, warn
+from scatterpar.look_steps import is_look_step
+from scatterpar.verify.moved_state import (
+    SharedTensors,
+    State,
+    moved_between,
+    state_of,
+)
+
+_PAGE = "docs/limits.md, State in modules."
+
+
+class LostState:
+    """Asks after the calls of one root."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._told = Told()
+        self._shared: SharedTensors | None = None
+        self._lost: list[str] = []
+        self._left: list[str] = []
+
+    def begin(self, replicas: ReplicasOfCall, is_divided: bool) -> None:
+        """A call begins: remember what objects that replicas share refer to."""
+        self._shared = None
+        self._lost = []
+        self._left = []
+        self._calls += 1
+        if is_divided and is_look_step(self._calls):
+            copied = frozenset(map(id, replicas.replica_set.contents.containers))
+            self._shared = SharedTensors([replicas.root], copied)
+
+    def end(self, replicas: ReplicasOfCall, division: Division) -> None:
+        """The replicas were called: find what they have left, before it is joined."""
+        if self._shared is None:
+            return
+        self._left = self._shared.left()
+        self._shared = None
+        first, second = [
+            state_of([root], has_same_rows=True)  # type: ignore[list-item]
+            for root in (SimpleNamespace(root=replicas.root), replicas.others(2)[0])
+        ]
+        self._lost = moved_between([_without_rows(first, second, division), second])
+
+    def tell(self) -> None:
+        """The call has succeeded: warn of what was found."""
+        self._warn(
+            self._lost,
+            "forward sets {names} otherwise on each replica: your module keeps what "
+            "the first one has set, for its rows. Return it from forward, one entry "
+            "per row, or set it outside of forward, from the joined output.",
+        )
+        self._warn(
+            self._left,
+            "forward or a hook leaves tensors behind in {names}, which all replicas "
+            "share: whoever reads it, such as a criterion, gets those of one replica. "
+            "Return them from forward, or keep them in an attribute of a module, a "
+            "list or a dict, and they are joined.",
+        )
+
+    def _warn(self, names: Sequence[str], text: str) -> None:
+        new = [name for name in dict.fromkeys(names) if self._told.mark(name)]
+        if new:
+            warn(f"{text.format(names=', '.join(new))} {_PAGE}")
+
+
+def _without_rows(first: State, second: State, division: Division) -> State:
+    """The state of the first replica, without tensors that are joined."""
+    remaining: State = {}
+    for name, contents in first.items():
+        others = second.get(name, {})
+        remaining[name] = {
+            key: value
+            for key, value in contents.items()
+            if not _are_rows(value, others.get(key), division)
+        }
+    return remaining
+
+
+def _are_rows(value: Any, other: Any, division: Division) -> bool:
+    if not isinstance(value, Tensor) or not isinstance(other, Tensor):
+        return False
+    return are_divided_alike([value, other], division.rows[:2], division.dim)

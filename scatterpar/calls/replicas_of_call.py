@@ -10,7 +10,7 @@ Parameters are sent when they have changed::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from types import FunctionType
 from typing import Any
 
@@ -58,6 +58,7 @@ class ReplicasOfCall:
         self.replica_set = replica_set
         self.device_ids = tuple(device_ids)
         self._replicated: Any = root
+        self._compiled_calls: dict[tuple[int, int], Callable[..., Any]] = {}
         self._versions: Sequence[int] = ()
         self._unseen: frozenset[int] = frozenset()
         self._seen: tuple[int, int] = (-1, -1)  # builds and sends
@@ -97,7 +98,23 @@ class ReplicasOfCall:
     def modules_of(self, module: Any, count: int) -> list[Any]:
         """A module, or a method of one, and its copies in the other replicas."""
         replicas = self.replica_set.replicas[1:count]
-        return [module, *(replica.copy_of(module) for replica in replicas)]
+        copies = [replica.copy_of(module) for replica in replicas]
+        return [self._compiled(module), *copies]
+
+    def _compiled(self, module: Any) -> Any:
+        """The user's module, which runs compiled if replicas of it do."""
+        replica_set = self.replica_set
+        compiled = replica_set.contents.compiled.get(id(module))
+        if replica_set.compiler is None or compiled is None:
+            return module
+        key = id(module), replica_set.builds
+        if key not in self._compiled_calls:
+            self._compiled_calls.clear()
+            _, compile_fn = compiled
+            self._compiled_calls[key] = replica_set.compiler.compiled_call(
+                module, module, compile_fn
+            )
+        return self._compiled_calls[key]
 
     def others(self, count: int) -> Sequence[Replica]:
         """The first ``count`` replicas, except the first one."""

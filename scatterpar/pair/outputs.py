@@ -33,7 +33,7 @@ def trained_by(
     return list(leaves.values())
 
 
-_ROWS = "_scatterpar_rows"
+_ROWS_OF_SHARE = "_scatterpar_rows"
 
 
 def note_rows(outputs: Sequence[Any], plan: Plan) -> None:
@@ -49,13 +49,13 @@ def note_rows(outputs: Sequence[Any], plan: Plan) -> None:
         for tensor in nested.tensors(output):
             # What replicas share is of no share.
             if entries[id(tensor)] == 1:
-                vars(tensor)[_ROWS] = share.rows
+                vars(tensor)[_ROWS_OF_SHARE] = share.rows
 
 
 def noted_rows(tensors: Sequence[Tensor]) -> int | None:
     """The rows that ``note_rows`` has noted on one of them."""
     for tensor in tensors:
-        rows: int | None = vars(tensor).get(_ROWS)
+        rows: int | None = vars(tensor).get(_ROWS_OF_SHARE)
         if rows is not None:
             return rows
     return None

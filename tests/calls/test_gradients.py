@@ -1,5 +1,7 @@
 """Gradients of replicas: hooks, what waits, what is dropped, what is refused."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -171,3 +173,65 @@ def test_bytes_of_gradients_are_counted_once(pair):
     others = set(engine.device_ids) - {engine.device_ids[0]}
     assert engine.last_step.bytes["replicate"] == 0
     assert engine.last_step.bytes["reduce"] == len(others) * size
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("by", ["engine", "module", "optimizer"])
+def test_dropped_gradients_stay_dropped(pair, by, set_to_none):
+    engine, net, plain = pair
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with engine.no_sync():
+        loss_of(engine).backward()
+    owner = {"engine": engine, "module": net, "optimizer": optimizer}[by]
+    owner.zero_grad(set_to_none)
+    loss_of(engine).backward()
+    loss_of(plain).backward()
+    assert_gradients(net, gradients(plain))
+
+
+def test_penalty_while_gradients_wait_drops_nothing(pair):
+    engine, net, plain = pair
+    for call, module in ((engine, net), (plain, plain)):
+        with engine.no_sync():
+            loss_of(call).backward()
+            sum(p.square().sum() for p in module.parameters()).backward()
+        loss_of(call).backward()
+    assert_gradients(net, gradients(plain))
+
+
+def test_scaled_gradients_as_in_plain_torch(pair):
+    engine, net, plain = pair
+    for call, module in ((engine, net), (plain, plain)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for number in range(2):
+                is_last = number == 1
+                with contextlib.nullcontext() if is_last else engine.no_sync():
+                    scaler.scale(loss_of(call)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_sums_are_added_in_the_wider_dtype():
+    net, plain = build(mlp).bfloat16(), build(mlp).bfloat16()
+    layout = ["cpu"] * 2
+    with ScatterOnceParallel(
+        net, device_ids=layout, verify=False, accumulate_dtype=torch.float32
+    ) as engine:
+        with engine.no_sync():
+            for _ in range(3):
+                engine(ROWS.bfloat16()).float().square().mean().backward()
+            waiting = engine._calls.gradients._waiting[0]
+            assert {g.dtype for g in waiting.values()} == {torch.float32}
+        engine(ROWS.bfloat16()).float().square().mean().backward()
+    for _ in range(4):
+        plain(ROWS.bfloat16()).float().square().mean().backward()
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert mine.grad.dtype == torch.bfloat16
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=5e-2, atol=5e-2)

@@ -106,3 +106,12 @@ def test_failed_call_restores_buffers_and_draws(layout):
         with pytest.warns(UserWarning, match="batch normalisation"):
             engine(ROWS)
     assert net.count == 1
+
+
+def test_write_without_version_is_sent(layout):
+    net = build(mlp)
+    with ScatterOnceParallel(net, device_ids=layout, verify=False) as engine:
+        engine(ROWS).sum().backward()
+        for parameter in net.parameters():
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+        assert_close(engine(ROWS).detach(), net(ROWS).detach(), "output")

@@ -26,7 +26,7 @@ from harness.oracle import (
 from harness.pairwise import few_of
 from torch import nn
 
-from scatterpar import DataParallelModel, ScatterOnceParallel, splitcheck
+from scatterpar import DataParallelModel, ScatterOnceParallel, gather, splitcheck
 from scatterpar.torch_private import compiler
 from scatterpar.torch_private.thread_modes import OperatorMode
 
@@ -277,15 +277,38 @@ def test_graphs_switched_on_by_the_environment(monkeypatch):
             assert compiler.inductor_records_graphs() == (value == "1")
 
 
-def test_pair_refuses_compiled_module(graphs):
-    model = build(network)
-    with pytest.raises(
-        TypeError, match="the module was compiled, and the pair runs its copies"
-    ):
-        DataParallelModel(torch.compile(model, backend=graphs))
-    model[1].compile(backend=graphs)
-    with pytest.raises(TypeError, match="the child '1' was compiled"):
-        DataParallelModel(model)
+def mlp():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("device_ids", DEVICES)
+@pytest.mark.parametrize("way", ["torch.compile", "method", "option"])
+@pytest.mark.parametrize("kind", ["engine", "pair"])
+def test_calls_of_compiled_modules_are_exact(graphs, device_ids, way, kind):
+    """All replicas run compiled, the user's own module, too."""
+    net, plain = build(mlp), build(mlp)
+    given, options = net, {}
+    if way == "torch.compile":
+        given = torch.compile(net, backend=graphs)
+    elif way == "method":
+        net.compile(backend=graphs)
+    elif kind == "engine":
+        options["compile"] = {"backend": graphs}
+    else:
+        pytest.skip("the pair has no such option")
+    if kind == "engine":
+        call = ScatterOnceParallel(given, device_ids=device_ids, **options)
+    else:
+        call = DataParallelModel(given, device_ids)
+    rows = randn(ROWS, 6)
+    for _ in range(2):
+        output = call(rows)
+        if kind == "pair":
+            output = gather(output, "cpu")
+        output.square().mean().backward()
+        plain(rows).square().mean().backward()
+    assert_gradients(net, gradients(plain))
+    assert graphs.count
 
 
 @pytest.mark.slow

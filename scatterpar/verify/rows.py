@@ -8,8 +8,9 @@ Rows that differ in what a loss may count are the best. Of eight rows with label
 
 ``RowChoice`` first takes rows 2 and 0, with the most and the fewest ignored labels,
 then those with the highest and lowest values of other features, then rows between
-these. They are sorted by their features, so that the parts ``[2, 5, 1, 7]``, ``[3,
-0]``, ``[4]`` and ``[6]`` have as different numbers of labels as possible.
+these. They are sorted by their features, so that the parts ``[5, 1, 7]``, ``[3, 0,
+4]``, ``[6]`` and ``[2]`` have as different numbers of labels as possible, and one of
+them none.
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ _SCORED_FEATURES = 8
 _SECOND_ORDER = 1e-6  # the weight of other features among rows with equal values of one
 _THIRD_ORDER = 1e-9  # the weight of chance among rows with equal features
 _MIN_ROWS_FOR_SINGLES = 6  # of so many rows, two are parts of one row
-_SINGLES = 2
 _SHARE_OF_FIRST_PART = 4 / 7  # of the rows in large parts: the two differ in size
 
 
@@ -80,7 +80,29 @@ class RowChoice:
         """These rows in parts, as the step divides its batch."""
         if not self.is_divided:
             return [rows]
-        return [[row] for row in rows] if self.has_single_rows else _unequal(rows)
+        if self.has_single_rows:
+            return [[row] for row in rows]
+        # The last one is a part: a mean over terms is NaN for a row without one.
+        ordered = list(rows)
+        candidates = [row for row in self._rows_without_terms if row in ordered]
+        for row in candidates[:1]:
+            ordered.remove(row)
+            ordered.append(row)
+        return _unequal(ordered)
+
+    @functools.cached_property
+    def _rows_without_terms(self) -> list[int]:
+        """The rows of which a mask has zeros alone, then those that have ignored labels
+        alone.
+        """
+        rows: list[int] = []
+        # Labels last: some integers of a function are no labels that it ignores.
+        for tensor in sorted(self.tensors, key=may_be_labels):
+            entries = tensor.reshape(len(tensor), -1)
+            for value in self.ignored if may_be_labels(tensor) else [0]:
+                is_without = (entries == value).all(1)
+                rows += to_numbers(is_without.nonzero().flatten())
+        return rows
 
     def of_step(self) -> Parts:
         """All rows in the parts of the step."""
@@ -165,12 +187,15 @@ def positions_of(parts: Parts) -> list[range]:
 
 
 def _unequal(rows: Sequence[int]) -> Parts:
-    """Two parts of different sizes, and two of one row if there are enough rows."""
-    singles = _SINGLES if len(rows) >= _MIN_ROWS_FOR_SINGLES else 0
-    in_large_parts = len(rows) - singles
-    cut = round(in_large_parts * _SHARE_OF_FIRST_PART)
-    of_one_row = [[row] for row in rows[in_large_parts:]]
-    return [rows[:cut], rows[cut:in_large_parts], *of_one_row]
+    """Two parts of different sizes, and two of one row if there are enough rows: those
+    at both ends.
+    """
+    of_one_row: list[Part] = []
+    if len(rows) >= _MIN_ROWS_FOR_SINGLES:
+        of_one_row = [[rows[-1]], [rows[0]]]
+        rows = rows[1:-1]
+    cut = round(len(rows) * _SHARE_OF_FIRST_PART)
+    return [rows[:cut], rows[cut:], *of_one_row]
 
 
 def in_two(rows: Sequence[int]) -> Parts:

@@ -26,7 +26,7 @@ from scatterpar.devices.coalescing import is_part, is_unexpanded, iter_copies
 from scatterpar.devices.copies import write
 from scatterpar.devices.transfers import Transfers
 from scatterpar.devices.virtual_devices import HOST
-from scatterpar.devices.write_counters import version, versions
+from scatterpar.devices.written_tensors import WrittenTensors
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import add_note
 from scatterpar.libraries import package_of
@@ -387,7 +387,8 @@ class ShardedOptimizer(Optimizer):
             if gradient is not None and gradient.layout == torch.strided:
                 saved.append((gradient, gradient.clone()))
         attributes = [dict(vars(parameter)) for parameter in updated]
-        before = versions(list(stand_ins))
+        users = WrittenTensors(list(stand_ins))
+        users.begin(compares_bits=False)
         # All of it, because optimizers write their state in place. Not with ``Undo``,
         # which would clone parameters whose values a neighbour has.
         state = nested.map_tensors(Tensor.clone, dict(self.state))
@@ -402,9 +403,9 @@ class ShardedOptimizer(Optimizer):
                     vars(parameter).clear()
                     vars(parameter).update(earlier)
             # An optimizer that keeps a list of its own writes the user's parameters.
-            for parameter, count in zip(stand_ins, before, strict=True):
-                if version(parameter) != count:
-                    saved.append((parameter, stand_ins[parameter]))
+            for position in users.written().counted:
+                parameter = users.tensors[position]
+                saved.append((parameter, stand_ins[parameter]))
             for target, values in saved:
                 self._transfers.copy_into(target, values, "replicate")
             add_note(
@@ -462,15 +463,17 @@ def _not_a_class(optimizer_class: object) -> str:
 
 
 class _Writes:
-    """Which parameters of other owners a step writes, told by versions of tensors."""
+    """Which parameters of other owners a step writes, and where."""
 
     def __init__(
         self, optimizer: Optimizer, stand_ins: Mapping[Tensor, Tensor]
     ) -> None:
-        self._parameters = list(stand_ins)
-        self._stand_ins = list(stand_ins.values())
-        self._places = list(map(Tensor.detach, self._stand_ins))
-        self._before = versions(self._parameters), versions(self._stand_ins)
+        self._parameters = WrittenTensors(list(stand_ins))
+        self._parameters.begin(compares_bits=False)
+        written = list(stand_ins.values())
+        places = list(map(Tensor.detach, written))
+        self._stand_ins = WrittenTensors(written, stored_as=places)
+        self._stand_ins.begin(compares_bits=False)
         # Fused kernels and bitsandbytes' change no version, and sparse gradients may
         # have no entry.
         self._may_stay: set[Tensor] = set()
@@ -487,15 +490,14 @@ class _Writes:
 
         It writes the stand-ins of parameters, and not the user's parameters.
         """
-        originals, stand_ins = self._before
         what = ""
-        if versions(self._parameters) != originals:
+        if self._parameters.written().counted:
             what = "wrote a parameter elsewhere than in param_groups"
-        for parameter, stand_in, place, earlier in zip(
-            *(self._parameters, self._stand_ins, self._places, stand_ins), strict=True
-        ):
-            is_written = version(stand_in) != earlier or not stand_in.is_set_to(place)
-            if not (what or is_written or parameter in self._may_stay):
+        found = self._stand_ins.written()
+        written = found.counted | found.exchanged
+        for position, parameter in enumerate(self._parameters.tensors):
+            may_stay = position in written or parameter in self._may_stay
+            if not (what or may_stay):
                 shape = tuple(parameter.shape)
                 what = f"did not write a parameter of shape {shape} that has a gradient"
         if what:

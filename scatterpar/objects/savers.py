@@ -8,13 +8,10 @@ processes, have rows that refuse them.
 from __future__ import annotations
 
 import array
-import ctypes
 import functools
 import io
-import mmap
 import pickle
 import random
-import re
 import sys
 import types
 from typing import Any
@@ -193,82 +190,30 @@ class _Bytes(Saved):
         self.value[:] = self.state
 
 
-# Of ``ctypes``, which has no public name for it.
-_CTYPES: Any = ctypes.Structure.__base__
-_FIELD_NAMES = re.compile(":[^:]*:")
 _POINTERS = frozenset("&OPXZz")
 
 
-class _Memory(Saved):
-    """Memory of a fixed size: a view, a map, numbers and arrays of ``ctypes``.
+class _View(Saved):
+    """Memory of a fixed size. A view of pointers is left alone."""
 
-    Those with pointers are left alone: what they point to may be gone.
-    """
-
-    kinds: tuple[type, ...] = (memoryview, _CTYPES)
+    kinds = (memoryview,)
 
     @classmethod
     def size(cls, value: Any) -> int:
         try:
-            with memoryview(value) as view:
-                return view.nbytes
-        except ValueError:  # a view was released, or a map is closed
+            return int(value.nbytes)
+        except ValueError:  # the view was released
             return 0
 
     def read(self) -> Any:
-        if not self.size(self.value):
+        if not self.size(self.value) or self.value.readonly:
             return None
-        with memoryview(self.value) as view:
-            formats = {*_FIELD_NAMES.sub("", view.format)}
-            if view.readonly or not formats.isdisjoint(_POINTERS):
-                return None
-            return view.cast("B").tobytes()  # raises for a view with gaps
+        if not _POINTERS.isdisjoint(self.value.format):
+            return None
+        return self.value.cast("B").tobytes()  # raises for a view with gaps
 
     def restore(self) -> None:
-        with memoryview(self.value) as view, view.cast("B") as flat:
-            flat[:] = self.state
-
-
-class _Map(_Memory):
-    """Memory of a file, and the position at which it is read."""
-
-    kinds = (mmap.mmap,)
-
-    def read(self) -> Any:
-        if not self.size(self.value):
-            return None
-        return super().read(), self.value.tell()
-
-    def restore(self) -> None:
-        content, position = self.state
-        if content is not None:  # else the map is there to be read alone
-            self.value[:] = content
-        self.value.seek(position)
-
-
-class _Storage(Saved):
-    """The bytes of a tensor's storage, which a tensor of bytes reads and writes."""
-
-    kinds = (torch.UntypedStorage,)
-
-    @classmethod
-    def size(cls, value: Any) -> int:
-        return int(value.nbytes())
-
-    def read(self) -> Any:
-        if self.value.device.type == "meta":
-            return None
-        return self._view().clone()
-
-    def is_same(self) -> bool:
-        return same_bits(self._view(), self.state)
-
-    def restore(self) -> None:
-        write(self._view(), self.state)
-
-    def _view(self) -> Tensor:
-        view = torch.empty(0, dtype=torch.uint8, device=self.value.device)
-        return view.set_(self.value)
+        self.value.cast("B")[:] = self.state
 
 
 class _TextInMemory(Saved):
@@ -443,9 +388,7 @@ SAVERS: tuple[type[Saved], ...] = (
     _NumpyRandom,
     _NumpyArray,
     _Bytes,
-    _Memory,
-    _Map,
-    _Storage,
+    _View,
     _TextInMemory,
     _File,
     _Iterator,

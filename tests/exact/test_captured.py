@@ -10,7 +10,6 @@ from __future__ import annotations
 import array
 import collections
 import contextvars
-import ctypes
 import logging
 import random
 import threading
@@ -361,17 +360,6 @@ def an_array_of_python():
 @moving
 def a_tensor_of_the_host():
     return in_entry(torch.zeros(1, dtype=torch.int64))
-
-
-@moving
-def a_number_of_ctypes():
-    number = ctypes.c_int(0)
-
-    def count():
-        number.value += 1
-        return number.value
-
-    return count
 
 
 @moving

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import array
 import csv
-import ctypes
 import io
 import itertools
-import mmap
-import multiprocessing
 import random
 import zipfile
 from collections import Counter, OrderedDict, deque
@@ -46,12 +43,6 @@ class PythonsNumbers(random.Random):
     pass
 
 
-class PointOfC(ctypes.Structure):
-    """A field has the name that a pointer has in a format."""
-
-    _fields_ = (("P", ctypes.c_int), ("y", ctypes.c_double))
-
-
 def log():
     value = Log([1])
     value.calls = 0
@@ -66,11 +57,6 @@ def text():
 
 def file_that_is_read():
     return open(__file__, encoding="utf-8")
-
-
-def map_that_is_read():
-    with open(__file__, encoding="utf-8") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 VIEWED = {"a": 1}
@@ -134,18 +120,6 @@ VALUES = {  # what it is, how a call moves it, what shows that
         write_first,
         memoryview.tolist,
     ),
-    "map": (lambda: mmap.mmap(-1, 4), write_first, lambda v: v[:]),
-    "map's position": (
-        lambda: mmap.mmap(-1, 4),
-        lambda v: v.read(2),
-        lambda v: v.tell(),
-    ),
-    "map that is read": (map_that_is_read, lambda v: v.read(2), lambda v: v.tell()),
-    "tensor's storage": (
-        lambda: torch.zeros(2).untyped_storage(),
-        lambda v: torch.empty(0).set_(v).fill_(7),
-        lambda v: v.tolist(),
-    ),
     "list in an array": (
         lambda: np.array([[1], None], object),
         lambda v: v[0].append(2),
@@ -160,27 +134,6 @@ VALUES = {  # what it is, how a call moves it, what shows that
         lambda: {"a": [1]}.values(),
         lambda v: next(iter(v)).append(2),
         repr,
-    ),
-    "number of C": (
-        lambda: ctypes.c_double(1),
-        lambda v: setattr(v, "value", 7),
-        lambda v: v.value,
-    ),
-    "array of C": (lambda: (ctypes.c_int * 3)(1, 2, 3), write_first, list),
-    "structure of C": (
-        lambda: PointOfC(1, 2),
-        lambda v: setattr(v, "P", 7),
-        lambda v: (v.P, v.y),
-    ),
-    "number of processes": (
-        lambda: multiprocessing.Value("i", 1),
-        lambda v: setattr(v, "value", 7),
-        lambda v: v.value,
-    ),
-    "numbers of processes": (
-        lambda: multiprocessing.Array("d", 3),
-        write_first,
-        list,
     ),
     "array of bytes": (lambda: array.array("d", [1]), lambda v: v.append(2), list),
     "text": (text, lambda v: v.write("second"), lambda v: (v.getvalue(), v.tell())),
@@ -331,24 +284,12 @@ LEFT_ALONE = {
     "constant view": lambda: memoryview(b"ab"),
     "released view": lambda: released(memoryview(bytearray(2))),
     "empty view": lambda: memoryview(bytearray()),
-    "closed map": lambda: closed(mmap.mmap(-1, 4)),
-    "text of C": lambda: ctypes.c_char_p(b"ab"),
-    "texts of C": lambda: (ctypes.c_char_p * 2)(b"ab", b"cd"),
-    "object of C": lambda: ctypes.py_object([1]),
-    "pointer of C": lambda: ctypes.pointer(ctypes.c_int(1)),
-    "function of C": lambda: ctypes.CFUNCTYPE(None)(print),
-    "function of a library": lambda: ctypes.pythonapi.Py_IsInitialized,
 }
 
 
 def released(view):
     view.release()
     return view
-
-
-def closed(value):
-    value.close()
-    return value
 
 
 @pytest.mark.parametrize("name", LEFT_ALONE)

@@ -36,6 +36,7 @@ include_patterns = [
     "tests/README.md",
     "tests/**/README.md",
     "examples/*.py",
+    "scatterpar/train.py",
     "*.md",
 ]
 # The README is the page before the guide; docs/package.md is the one that an index

@@ -170,7 +170,7 @@ class Run:
                 while self.epoch < self.options.epochs:
                     self._run_epoch()
             except RuntimeError:
-                self._stop_if_asked()  # SIGTERM to all processes ends workers, too
+                self._stop_if_asked()  # it may have ended workers, too
                 raise
             finally:
                 self._draw()
@@ -301,20 +301,25 @@ def kept_signals() -> Iterator[list[int]]:
     process.
     """
     received: list[int] = []
+    handlers: dict[int, Any] = {}
 
     def receive(number: int, _: object) -> None:
         if received:
             # Not by an exception, which a library that waits for something may catch.
             os._exit(128 + number)
         received.append(number)
+        if hasattr(signal, "SIGCHLD"):
+            # SIGTERM to all processes ends workers, too. The loader's handler would
+            # raise that in the middle of the step.
+            handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            handlers[signal.SIGCHLD] = handler
         # Not by print, which the signal may have interrupted.
         os.write(2, b"\nending after this step; again: ending now\n")
 
-    handlers = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for kept in (signal.SIGINT, signal.SIGTERM):
         # A background job of a shell ignores SIGINT.
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            handlers[number] = signal.signal(number, receive)
+        if signal.getsignal(kept) is not signal.SIG_IGN:
+            handlers[kept] = signal.signal(kept, receive)
     try:
         yield received
     finally:

@@ -17,6 +17,7 @@ import time
 from itertools import chain
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 from faults.processes import SILENCE, finish, start_forked
@@ -273,17 +274,22 @@ with mock.patch.object(embedded, "load", lambda: parts), mock.patch.object(train
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
-def test_signal_ends_run_after_its_step(whole, tmp_path, number):
+def test_signal_to_all_ends_run_after_its_step(whole, tmp_path, number):
+    """To the workers that read images, too, as from a terminal or a scheduler."""
     folder = tmp_path / "run"
-    process = start_forked(
-        "-c", PROGRAM, "train", *f"{QUICK} --output {folder}".split()
-    )
+    words = f"{QUICK} --workers 1 --output {folder}"
+    process = start_forked("-c", PROGRAM, "train", *words.split())
     limit = time.monotonic() + SILENCE
     while not (folder / "checkpoint.pt").exists():
         assert time.monotonic() < limit
         time.sleep(0.05)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert len(workers) >= 2
     process.send_signal(number)
+    for worker in workers:
+        worker.send_signal(number)
     ended = finish(process)
+    assert "Traceback" not in ended.err
     assert ended.code == 128 + number
     assert "ending after this step; again: ending now" in ended.err
     done = int(re.search(r"stopped after (\d) epochs", ended.err)[1])

@@ -505,6 +505,31 @@ def test_functions_of_tables_are_defined():
         assert re.search(rf"\b(def|class) {last}\b", code), name
 
 
+# What says that a tensor or a container has changed since an earlier time.
+CHANGES = {"version", "versions", "Fingerprints", "Snapshot", "WrittenTensors"}
+# Where loops of libraries ask.
+OF_LOOPS = ("loops/", "integrations/", "options/batch_groups", "replicas/handed_on")
+OF_LOOPS += ("verify/backward_calls",)
+
+
+def test_page_names_who_asks_what_has_changed():
+    """A new asker has a reason, or takes an answer that is there."""
+    table = section("What is put back, and what has changed")
+    rows = re.findall(r"^\| [^|]+ \| (`[^|]*) \| [^|]+ \|$", table, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    for path in PACKAGE.rglob("*.py"):
+        file = path.relative_to(PACKAGE).as_posix()
+        asked = {
+            alias.name
+            for node in nodes_of(path)
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        if asked & CHANGES and not file.startswith(OF_LOOPS):
+            defined = {getattr(node, "name", "") for node in tree_of(path).body}
+            assert defined & named, f"{file} asks by {asked & CHANGES}"
+
+
 @pytest.mark.parametrize(
     "folder",
     [path.parent for path in PACKAGE.glob("*/__init__.py")],

@@ -131,6 +131,16 @@ SABOTAGES = [
         seen_by="test_what_calls_move_is_never_captured",
     ),
     Sabotage(
+        name="losses are read before gradients are launched",
+        promise="fast",
+        file="step/reduce.py",
+        place="reduce",
+        text="buffers, changes, statistics = reduce_buffers(attempt)",
+        replacement="total_of(computed.losses); buffers, changes, statistics = "
+        "reduce_buffers(attempt)",
+        seen_by="test_losses_are_read_when_gradients_are_launched",
+    ),
+    Sabotage(
         name="a replay returns the numbers of its capture",
         promise="exact",
         file="options/tape.py",
@@ -1141,9 +1151,9 @@ SABOTAGES = [
     Sabotage(
         name="a loss that is not finite is committed in spite of check_finite=True",
         promise="all or nothing",
-        file="step/substeps.py",
-        place="Substeps._weighted_sum",
-        text="if self._request.check_finite and not math.isfinite(loss):",
+        file="step/share_losses.py",
+        place="ShareLosses._weighted_sum",
+        text="if self._check_finite and not math.isfinite(loss):",
         replacement="if False:",
         seen_by="test_non_finite_loss_named_no_change",
     ),

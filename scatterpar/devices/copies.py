@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices.streams import has_streams, synchronize
+from scatterpar.devices.streams import has_streams, record_event, use_device
 from scatterpar.devices.virtual_devices import HOST, physical
 
 # Pairs (source, target) whose copies go through host memory: see ``check_links``.
@@ -56,12 +56,37 @@ def to_numbers(tensor: Tensor) -> Any:
 
     Raises the errors of kernels that ran before on the device's current stream.
     """
-    tensor = tensor.detach()
-    if not has_streams(tensor.device):
-        return to_device(tensor, HOST).tolist()
-    # A copy to pageable memory would wait awake, and keep a core busy that launches may
-    # need.
-    numbers = torch.empty_like(tensor, device=HOST, pin_memory=True)
-    write(numbers, tensor, non_blocking=True)
-    synchronize(tensor.device)
-    return numbers.tolist()
+    return PendingNumbers(tensor).read()
+
+
+class PendingNumbers:
+    """The elements of a tensor that its device may still compute, copied to the host.
+
+    ::
+
+        pending = PendingNumbers(losses)   # the copy is launched
+        …                                  # more work for the device
+        pending.read()                     # waits for the copy, and not for that work
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        tensor = tensor.detach()
+        self._device = tensor.device
+        self._arrived: torch.Event | None = None
+        if not has_streams(tensor.device):
+            self._numbers = to_device(tensor, HOST)
+            return
+        # A copy to pageable memory would wait awake, and keep a core busy that launches
+        # may need.
+        self._numbers = torch.empty_like(tensor, device=HOST, pin_memory=True)
+        write(self._numbers, tensor, non_blocking=True)
+        self._arrived = record_event(tensor.device)
+
+    def read(self) -> Any:
+        """Wait for the elements. Returns and raises what ``to_numbers`` does."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            # Otherwise torch, when it frees the event, enters the caller's own device.
+            with use_device(self._device, ()):
+                self._arrived = None
+        return self._numbers.tolist()

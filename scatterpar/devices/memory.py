@@ -52,6 +52,30 @@ def storage_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def num_allocated_bytes(device: torch.device) -> int:
+    """The bytes that tensors have on a device; 0 if its allocator does not say."""
+    if device.type == "cpu":
+        return 0
+    allocated = getattr(torch.get_device_module(device), "memory_allocated", None)
+    return 0 if allocated is None else int(allocated(device))
+
+
+def num_free_bytes(device: torch.device) -> int | None:
+    """The bytes that new tensors can have, with those that torch has cached.
+
+    ``None`` if the device does not say.
+    """
+    if device.type == "cpu":
+        return None
+    module = torch.get_device_module(device)
+    names = "mem_get_info", "memory_allocated", "memory_reserved"
+    if not all(hasattr(module, name) for name in names):
+        return None
+    free, _ = module.mem_get_info(device)
+    cached = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(free + cached)
+
+
 def empty_cache() -> None:
     """Free cached device memory.
 

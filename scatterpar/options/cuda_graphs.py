@@ -35,7 +35,6 @@ import contextvars
 import gc
 import random
 import threading
-import time
 import types
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -52,20 +51,18 @@ from scatterpar.devices.coalescing import copy_each
 from scatterpar.devices.copies import to_numbers, write
 from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.devices.virtual_devices import HOST
-from scatterpar.errors import Told, warn
 from scatterpar.log import logger
 from scatterpar.look_steps import is_look_step
 from scatterpar.objects.journal import Journal
 from scatterpar.objects.walk import Walk
+from scatterpar.options.graph_decision import Decision, GraphStage, StepTimes
 from scatterpar.options.tape import RepeatableTape, Tape, difference
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss import forward, require_trainable
-from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.request import EngineOptions
 from scatterpar.step.substeps import (
     Computed,
     Schedule,
-    ShareResult,
     Substeps,
     detached,
     detached_output,
@@ -88,18 +85,8 @@ _RUNS = 3
 # Graphs per replica. They share one pool of memory, so that each one costs its static
 # tensors and what the driver keeps of its kernels.
 _SHAPES = 64
-# How often a captured sub-step may turn out to be another one, and one more for each so
-# many steps in which it was not: a value that changes once per epoch is no reason to
-# give up.
-_CHANGES = 4
-_STEPS_PER_CHANGE = 16
-# With ``graphs=None``: steps in a row in which devices waited for the host, and the
-# fewest sub-steps per replica that are worth a capture.
-_STEPS_OF_WAITING = 3
-_FEWEST_SUBSTEPS = 4
-# The part of a share's time that the host spends waiting for the device at its end.
-# Below it, the device had nothing left to do when the host had launched all.
-_BUSY = 0.05
+# With ``graphs=None``: the fewest sub-steps per replica. One of them is proved.
+_FEWEST_SUBSTEPS = 2
 
 _REMEDIES = (
     "devices wait for the host here; what helps: fewer and larger sub-steps, "
@@ -153,6 +140,7 @@ class _Graph:
         step: the step in which the last of ``tapes`` was made.
         last_use: the step that last had a sub-step of this shape.
         proof: the step that last proved it; 0 before.
+        num_bytes: what a sub-step's activations take.
         reads_foreign_memory: whether it reads other memory than the replica's own.
         rows: the static inputs and targets.
         factor: the weight of the micro-batch's loss, times the scaler's factor.
@@ -169,19 +157,25 @@ class _Graph:
     step: int = 0
     last_use: int = 0
     proof: int = 0
+    num_bytes: int = 0
     reads_foreign_memory: bool = False
     rows: Any = None
     factor: Tensor | None = None
     output: Any = None
     replay: Callable[[], None] | None = None
 
+    def is_proved(self) -> bool:
+        """Whether it is captured, and a step has proved it since."""
+        return self.replay is not None and self.proof > self.step
+
     def is_proved_alone(self, step: int) -> bool:
         """Whether this step proves it, whichever other replica it proves."""
         if self.replay is None:
             return False
-        is_new = self.proof <= self.step
+        if is_look_step(step) or not self.is_proved():
+            return True
         # Other memory than the replica's own may be of its device alone.
-        return is_look_step(step) or is_new or self.reads_foreign_memory
+        return self.reads_foreign_memory
 
     def compute(self, task: ReplicaTask, number: int, tape: Tape) -> None:
         """Run the sub-step on the static tensors, on tape."""
@@ -199,57 +193,6 @@ class _Graph:
         tape.add_place(self.factor)
         with tape:
             task.run_backward(number, [loss], [self.factor])
-
-
-class _Decision:
-    """What an engine has decided about its graphs; replicas' threads share it.
-
-    Attributes:
-        is_asked: whether the user has asked for graphs.
-        refusal: why nothing is captured any more; empty if it may be.
-        steps: the number of steps with graphs.
-    """
-
-    def __init__(self, *, is_asked: bool) -> None:
-        self.is_asked = is_asked
-        self.refusal = ""
-        self.steps = 0
-        self._changes = 0
-        self._steps_without_change = 0
-        self._told = Told()
-        self._lock = threading.Lock()
-
-    def refuse(self, why: str) -> None:
-        """Capture nothing from now on."""
-        with self._lock:
-            if self.refusal:
-                return
-            self.refusal = why
-
-    def tell(self, why: str) -> None:
-        """Say once why sub-steps run without graphs."""
-        if not self._told.mark(why):
-            return
-        if self.is_asked:
-            warn(f"graphs=True: sub-steps run as without graphs, because {why}")
-        else:
-            logger.info("graphs: sub-steps run as without graphs, because %s", why)
-
-    def confirm(self) -> None:
-        """A step's tapes were those of its captures."""
-        self._steps_without_change += 1
-
-    def changed(self, where: str) -> None:
-        """A tape was not that of the capture."""
-        self._changes += 1
-        allowed = _CHANGES + self._steps_without_change // _STEPS_PER_CHANGE
-        if self._changes > allowed:
-            self.refuse(
-                f"something changes from step to step: {where}. Make it a tensor that "
-                "is written in place, or a part of the batch"
-            )
-        else:
-            logger.info("graphs: captured again, because %s", where)
 
 
 class Captured(Schedule):
@@ -278,35 +221,34 @@ class Captured(Schedule):
                 raise ValueError(
                     f"graphs=True: {kind} captures no graphs; leave it out"
                 )
-        self._decision = _Decision(is_asked=is_asked)
+        self._decision = Decision(is_asked=is_asked)
         self._by_replica = [_ReplicaGraphs(device) for device in devices]
-        self._is_on = is_asked
-        self._steps_of_waiting = 0
         self._pause = ""  # why the next attempt runs without graphs
         self._has_given_up = False  # for the memory of the next attempt
-        # Of the present attempt: a plan with graphs, or else how shares have waited.
+        # Of the present attempt; ``None`` without graphs.
         self._sub_steps: _StepPlan | None = None
-        self._waits: list[bool] = []
+        # Of the latest attempt: its times are known when the next one begins.
+        self._times: StepTimes | None = None
         self.graphs = ""
 
     def substeps(self, attempt: Attempt, task: ReplicaTask) -> Substeps:
         """The sub-steps of one replica in one step."""
         if self._sub_steps is None:
-            return _TimedSubsteps(task, attempt, self._waits)
+            return Substeps(task, attempt.request)
         graphs = self._by_replica[task.share.replica]
         plan = self._sub_steps.of(task.share.replica)
         return GraphedSubsteps(graphs, task, attempt, plan, self._decision)
 
     def run(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Computed:
         """Run all sub-steps, as the plain schedule does; graphs launch some of them."""
+        self._learn()
         self._sub_steps = None
-        self._waits = []
         why = self._why_eager(attempt)
         if why:
             self.graphs = f"eager: {why}"
             computed = super().run(attempt, tasks)
             if not attempt.extent.is_trial and attempt.request.backward:
-                self._see_waits(attempt)
+                self._times = _times_of(attempt, computed)
             if self._has_given_up:  # and there is enough memory without them
                 self._has_given_up = False
                 self._decision.refuse(_OUT_OF_MEMORY)
@@ -318,6 +260,7 @@ class Captured(Schedule):
             tasks, attempt, self._by_replica, self._decision.steps
         )
         computed = super().run(attempt, tasks)
+        self._times = _times_of(attempt, computed)
         self._decision.confirm()
         count = sub_steps.replays
         total = sum(len(task.weights) for task in tasks)
@@ -325,6 +268,17 @@ class Captured(Schedule):
         if self._decision.refusal:
             self._end_graphs()
         return computed
+
+    def _learn(self) -> None:
+        """Let the decision see how long the latest attempt took."""
+        times = self._times
+        self._times = None
+        if times is None:
+            return
+        if self._sub_steps is None:
+            self._decision.see_eager(times)
+        elif self._sub_steps.is_steady:
+            self._decision.see_captured(times)
 
     def without_graphs(self, why: str) -> str:
         """What the report says of a step of another schedule."""
@@ -373,26 +327,30 @@ class Captured(Schedule):
         if pause:
             return pause
         if self._decision.refusal:
+            if any(graphs.by_shape for graphs in self._by_replica):
+                self._forget()
             # Also of a step that has failed since.
-            self._decision.tell(self._decision.refusal)
-            return self._decision.refusal
+            return self._told(self._decision.refusal)
         why = self._obstacle or self._obstacle_of_step(attempt)
         if why:
-            if self._decision.is_asked:
-                self._decision.tell(why)
-            return why
-        if self._is_on:
+            is_of_interest = self._decision.is_asked or self._decision.devices_wait()
+            return self._told(why) if is_of_interest else why
+        if self._decision.stage is not GraphStage.WATCHING:
             return ""
         substeps = max(len(share.micro_batches) for share in attempt.plan.shares)
         if substeps < _FEWEST_SUBSTEPS:
             return f"fewer than {_FEWEST_SUBSTEPS} sub-steps per replica"
-        if self._steps_of_waiting < _STEPS_OF_WAITING:
+        if not self._decision.devices_wait():
             return "devices have not waited for the host in enough steps"
-        if not all(map(_has_room, {task.device for task in attempt.plan.shares})):
-            return "too little device memory is free"
-        logger.info("graphs: devices wait for the host; sub-steps are captured")
-        self._is_on = True
+        self._decision.begin()
         return ""
+
+    def _told(self, why: str) -> str:
+        """Why there are no graphs, and what else helps if devices wait; told once."""
+        if self._decision.devices_wait() and not self._decision.is_asked:
+            why = f"{why}; {_REMEDIES}"
+        self._decision.tell(why)
+        return why
 
     def _obstacle_of_step(self, attempt: Attempt) -> str:
         """Why a step of this kind runs without graphs; empty if it may have them."""
@@ -403,20 +361,6 @@ class Captured(Schedule):
         if attempt.threads.scope > Scope.CRITERION:
             return "replicas take turns in calling a function of yours"
         return ""
-
-    def _see_waits(self, attempt: Attempt) -> None:
-        """After an eager step: whether devices have waited for the host in it."""
-        if self._waits and all(self._waits):
-            self._steps_of_waiting += 1
-        else:
-            self._steps_of_waiting = 0
-        if self._steps_of_waiting < _STEPS_OF_WAITING or self._decision.is_asked:
-            return
-        why = self._decision.refusal or self._obstacle
-        why = why or self._obstacle_of_step(attempt)
-        if why:
-            self._decision.tell(f"{why}; {_REMEDIES}")
-            self.graphs = f"eager: {why}; {_REMEDIES}"
 
 
 def schedule_of(options: EngineOptions, compile_fn: CompileFn | None) -> Schedule:
@@ -448,16 +392,17 @@ def _obstacle(options: EngineOptions, compile_fn: CompileFn | None) -> str:
     return ""
 
 
-def _has_room(device: torch.device) -> bool:
-    """Whether a device has memory for another sub-step, which its graphs keep."""
-    module = torch.get_device_module(device)
-    names = "mem_get_info", "max_memory_allocated", "memory_allocated"
-    if not all(hasattr(module, name) for name in (*names, "memory_reserved")):
-        return True
-    free, _ = module.mem_get_info(device)
-    allocated = module.memory_allocated(device)
-    cached = module.memory_reserved(device) - allocated
-    return bool(free + cached >= module.max_memory_allocated(device) - allocated)
+def _has_room(device: torch.device, size: int) -> bool:
+    """Whether a device has memory for the activations of a sub-step, which its graphs
+    keep.
+    """
+    free = memory.num_free_bytes(device)
+    return free is None or free >= size
+
+
+def _times_of(attempt: Attempt, computed: Computed) -> StepTimes:
+    substeps = max(len(share.micro_batches) for share in attempt.plan.shares)
+    return StepTimes(computed.clocks, attempt.plan.rows, substeps)
 
 
 class _StepPlan:
@@ -465,6 +410,7 @@ class _StepPlan:
 
     Attributes:
         replays: the number of sub-steps that were replayed.
+        is_steady: whether all is captured, and no more is proved than in most steps.
     """
 
     def __init__(
@@ -475,6 +421,7 @@ class _StepPlan:
         step: int,
     ) -> None:
         self.replays = 0
+        self.is_steady = not is_look_step(step)
         self._lock = threading.Lock()
         self.step = step
         self._keys = {
@@ -486,6 +433,8 @@ class _StepPlan:
             present = {
                 replica: graphs[replica].by_shape.get(key) for replica in last_sub_steps
             }
+            if not all(graph and graph.is_proved() for graph in present.values()):
+                self.is_steady = False
             for replica in _to_prove(present, step):
                 self._checked[replica].add(last_sub_steps[replica])
         self._leave_out_unreplayed()
@@ -561,32 +510,6 @@ class _SharePlan:
     checked: set[int]
 
 
-class _TimedSubsteps(Substeps):
-    """Eager sub-steps, which tell whether the device has waited for the host.
-
-    At the end of a share the host waits for the device anyway.
-    """
-
-    def __init__(self, task: ReplicaTask, attempt: Attempt, waits: list[bool]) -> None:
-        """``waits`` gets whether the device has waited."""
-        super().__init__(task, attempt.request)
-        self._waits = waits
-        self._launched = 0.0
-
-    def train(self, max_substeps: int | None, proceed: Proceed) -> ShareResult:
-        """As ``Substeps.train``, timed."""
-        start = time.perf_counter()
-        result = super().train(max_substeps, proceed)
-        end = time.perf_counter()
-        self._waits.append(end - self._launched < _BUSY * (end - start))
-        return result
-
-    def finish(self) -> None:
-        """Called when the host has launched all."""
-        super().finish()
-        self._launched = time.perf_counter()
-
-
 class GraphedSubsteps(Substeps):
     """The sub-steps of one replica in one step, replayed if they are captured."""
 
@@ -596,7 +519,7 @@ class GraphedSubsteps(Substeps):
         task: ReplicaTask,
         attempt: Attempt,
         plan: _SharePlan,
-        decision: _Decision,
+        decision: Decision,
     ) -> None:
         super().__init__(task, attempt.request)
         self._graphs = graphs
@@ -677,7 +600,7 @@ class GraphedSubsteps(Substeps):
             roots = [self._task.criterion, self._task.module, *functions]
             journal = Journal(Walk(roots), max_bytes=0)
         state = self._host_state()
-        tape, loss, output = self._taped(number, weight)
+        tape, loss, output = self._taped(number, weight, graph)
         if tape.obstacle:
             self._refuse(tape.obstacle)
         elif words := self._moved_on_host(state):
@@ -706,14 +629,21 @@ class GraphedSubsteps(Substeps):
         else:
             self._decision.changed(where)
 
-    def _taped(self, number: int, weight: float) -> tuple[Tape, Tensor, Any]:
+    def _taped(
+        self, number: int, weight: float, graph: _Graph
+    ) -> tuple[Tape, Tensor, Any]:
         """Run a sub-step eagerly. Returns its tape, loss, and returned output."""
         task = self._task
+        device = task.share.device
+        is_measured = graph.replay is None  # it takes some time
+        num_bytes = memory.num_allocated_bytes(device) if is_measured else 0
         request = self._request
         rows = _separate(task.rows_of(number))
-        tape = Tape(task.share.device, nested.tensors(rows))
+        tape = Tape(device, nested.tensors(rows))
         with tape:
             output, loss, numbers = forward(task, rows, number)
+        if is_measured:
+            graph.num_bytes = memory.num_allocated_bytes(device) - num_bytes
         self._numbers.add(numbers)
         returned = None
         if request.return_outputs:
@@ -737,7 +667,7 @@ class GraphedSubsteps(Substeps):
         """Run a captured sub-step eagerly. Raises ``Outdated`` if it is another one."""
         self._accumulate_in(graph.gradients)
         state = self._host_state()
-        tape, loss, output = self._taped(number, weight)
+        tape, loss, output = self._taped(number, weight, graph)
         where = difference(graph.tapes[-1], tape) or tape.obstacle
         if not where and (moved := self._moved_on_host(state)):
             where = f"it {moved}"
@@ -780,6 +710,12 @@ class GraphedSubsteps(Substeps):
         Restores all state.
         """
         task = replace(self._task, is_profiled=False)
+        # Later graphs of a replica use the memory of the first.
+        is_first = not self._graphs.num_captured()
+        has_room = not is_first or _has_room(task.share.device, graph.num_bytes)
+        if not has_room and not self._decision.is_asked:
+            self._decision.refuse("too little device memory is free")
+            return
         try:
             with (
                 self._task.span("capture", number),

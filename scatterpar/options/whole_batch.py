@@ -50,6 +50,7 @@ from scatterpar.step.reduce import lists_in_outputs
 from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.request import Call
 from scatterpar.step.scatter import batch_on_device
+from scatterpar.step.share_losses import ShareLosses
 from scatterpar.step.substeps import (
     Computed,
     Gradient,
@@ -115,14 +116,15 @@ class TwoPasses(Schedule):
                 add_note(error, f"more sub-steps do not help in this step: {why}")
             raise
         returned = [passes_of_replica.returned for passes_of_replica in passes]
-        numbers = batch.numbers
-        # One read, after all work is launched.
-        value, *values = to_numbers(torch.stack([loss, *numbers.tensors()]))
         weight = 1.0 if batch.counts else 0.0  # ranks add it up
-        logged = numbers.weighted(values, [weight])
-        if not batch.counts:
-            value = 0.0
-        return Computed(value, loss.dtype, returned, logged, batch.gradients)
+        losses = ShareLosses(
+            attempt.plan.shares[0],
+            [loss],
+            [weight],
+            batch.numbers,
+            check_finite=False,  # it was checked before the backward pass
+        )
+        return Computed([losses], returned, batch.gradients)
 
 
 class Passes:

@@ -39,6 +39,7 @@ from scatterpar.step.attempt import Attempt
 from scatterpar.step.owners import add_by_owners
 from scatterpar.step.replica_threads import ReplicaNote
 from scatterpar.step.request import Request
+from scatterpar.step.share_losses import total_of
 from scatterpar.step.substeps import Computed, Gradient
 
 
@@ -112,17 +113,30 @@ class Outcome:
 
 
 def reduce(attempt: Attempt, computed: Computed) -> Outcome:
-    """Combine what the replicas have; the results are in the master's memory."""
-    buffers, changes, statistics = reduce_buffers(attempt)
+    """Combine what the replicas have; the results are in the master's memory.
+
+    Waits for the devices when all is launched, and raises their errors.
+    """
+    try:
+        buffers, changes, statistics = reduce_buffers(attempt)
+        # Before gradients are added up: the join of outputs may refuse them.
+        outputs = returned_outputs(attempt, computed.outputs)
+        gradients = reduce_gradients(attempt, computed.external_gradients)
+    except Exception:
+        # A device that failed in a sub-step may say so in any later call. The error of
+        # its losses has a note that names the replica.
+        total_of(computed.losses)
+        raise
+    loss, logged = total_of(computed.losses)
+    attempt.transfers.synchronize()  # rows have arrived, now that the losses have
     return Outcome(
         attempt,
-        loss=computed.loss,
-        dtype=computed.dtype,
-        # Before gradients are added up: the join of outputs may refuse them.
-        outputs=returned_outputs(attempt, computed.outputs),
-        logged=computed.logged,
+        loss=loss,
+        dtype=computed.losses[0].dtype,
+        outputs=outputs,
+        logged=logged,
         terms=attempt.weights.terms,
-        gradients=reduce_gradients(attempt, computed.external_gradients),
+        gradients=gradients,
         buffers=buffers,
         memory_changes=changes,
         statistics=statistics,

@@ -10,11 +10,8 @@ One pass here; options make other schedules of the same parts::
 from __future__ import annotations
 
 import contextlib
-import functools
-import math
-import operator
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +19,7 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.batch.refused_outputs import refuse_generators, refuse_graphs
-from scatterpar.devices.copies import to_numbers
+from scatterpar.devices.clocks import DeviceClock
 from scatterpar.devices.write_counters import version
 from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.replicas.sync_batch_norm import Meeting
@@ -34,10 +31,11 @@ from scatterpar.step.criterion_closure import (
     trained_leaves,
     training_buffers,
 )
-from scatterpar.step.logged_numbers import NumbersOfShare, total
+from scatterpar.step.logged_numbers import NumbersOfShare
 from scatterpar.step.loss import forward, require_trainable
 from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.request import Request
+from scatterpar.step.share_losses import ShareLosses
 from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.torch_private.autograd import hooks_taken_off
@@ -49,34 +47,30 @@ class ShareResult(NamedTuple):
     """The result of one replica's sub-steps, without gradients.
 
     Attributes:
-        loss: the share's part of the batch's loss, a weighted sum over micro-batches.
-        dtype: that of the losses.
+        losses: of the sub-steps; not read yet.
         outputs: to be returned; one per micro-batch.
-        logged: the share's part of the criterion's numbers, by name.
+        clock: how long the share has taken.
     """
 
-    loss: float
-    dtype: torch.dtype
+    losses: ShareLosses
     outputs: Sequence[Any]
-    logged: Mapping[str, float]
+    clock: DeviceClock
 
 
 class Computed(NamedTuple):
     """The results of all replicas' sub-steps, without gradients that are in replicas.
 
     Attributes:
-        loss: the loss of the whole batch.
-        dtype: that of the losses.
+        losses: of the shares; not read yet.
         outputs: to be returned; for each share one per micro-batch.
-        logged: the criterion's numbers to log, by name.
         external_gradients: those of leaves that no replica copied.
+        clocks: how long the shares have taken; none of two passes.
     """
 
-    loss: float
-    dtype: torch.dtype
+    losses: Sequence[ShareLosses]
     outputs: Sequence[Sequence[Any]]
-    logged: Mapping[str, float]
     external_gradients: Sequence[Gradient] = ()
+    clocks: Sequence[DeviceClock] = ()
 
 
 class Substeps:
@@ -97,6 +91,7 @@ class Substeps:
 
     def train(self, max_substeps: int | None, proceed: Proceed) -> ShareResult:
         """Accumulate in the replica's parameters the gradient of its share's loss."""
+        clock = DeviceClock(self._task.share.device)
         losses: list[Tensor] = []
         outputs: list[Any] = []
         for sub_step, weight in enumerate(self._task.weights[:max_substeps]):
@@ -107,34 +102,15 @@ class Substeps:
             outputs.append(output)
         proceed(None)
         self.finish()
-        # One transfer of all. Errors of the device are raised here at the latest.
-        values = to_numbers(torch.stack([*losses, *self._numbers.tensors()]))
-        share_loss = self._weighted_sum(values[: len(losses)], proceed)
-        logged = self._numbers.weighted(values[len(losses) :], self._task.weights)
-        return ShareResult(share_loss, losses[0].dtype, outputs, logged)
-
-    def _weighted_sum(self, losses: Sequence[float], proceed: Proceed) -> float:
-        """The share's part of the batch's loss.
-
-        Raises ``FloatingPointError`` with ``check_finite`` for a loss that is not
-        finite.
-        """
-        task = self._task
-        total = 0.0
-        # A trial has fewer losses than weights.
-        for sub_step, (loss, weight) in enumerate(
-            zip(losses, task.weights, strict=False)
-        ):
-            if not weight:  # ignores even NaN
-                continue
-            total += loss * weight
-            if self._request.check_finite and not math.isfinite(loss):
-                proceed(sub_step)
-                raise FloatingPointError(
-                    f"the loss is {loss} in replica {task.share.replica} on "
-                    f"{task.share.device}, sub-step {sub_step}; nothing was changed"
-                )
-        return total
+        clock.stop()  # before the losses: whoever has read them finds it stopped
+        share_losses = ShareLosses(
+            self._task.share,
+            losses,
+            self._task.weights,
+            self._numbers,
+            check_finite=self._request.check_finite,
+        )
+        return ShareResult(share_losses, outputs, clock)
 
     def run(self, sub_step: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """Add a micro-batch's gradients.
@@ -230,11 +206,10 @@ class Schedule:
         meeting = meeting_of(attempt)
         with parameter_writes_refused(attempt.replicas.replica_sets):
             results = attempt.threads.run(train, tasks, meeting)
-        # Not sum(): from Python 3.12 on it compensates, and so rounds in another way.
-        loss = functools.reduce(operator.add, [result.loss for result in results])
+        losses = [result.losses for result in results]
         outputs = [result.outputs for result in results]
-        logged = total([result.logged for result in results])
-        return Computed(loss, results[0].dtype, outputs, logged)
+        clocks = [result.clock for result in results]
+        return Computed(losses, outputs, clocks=clocks)
 
 
 def meeting_of(attempt: Attempt) -> Meeting | None:
@@ -282,7 +257,6 @@ def user_state_guarded(attempt: Attempt) -> Iterator[None]:
     with set_aside(attempt.user_leaves) as has_gradients:
         attempt.replicas.of_model.has_gradients = has_gradients
         yield
-        attempt.transfers.synchronize()
         for leaf in attempt.user_leaves:
             if leaf.grad is not None:
                 module = attempt.replicas.of_model.root

@@ -33,7 +33,7 @@ ENGINE = (
 )
 # Not `Transfers.synchronize`, which waits by events of its own.
 WAITS = re.compile(
-    r"\.wait_stream\(|\.wait_event\(|(?:event|copied|_pinned\[0\])\.synchronize\("
+    r"\.wait_stream\(|\.wait_event\(|(?:event|copied|_arrived|_pinned\[0\])\.synchronize\("
 )
 FILES = (
     "tests/nullcuda/test_the_path.py",
@@ -135,10 +135,14 @@ inference does not wait until pinned memory was read
 +self._pending.popitem()
 test_pinned_memory_free_after_inference
 
-the host waits for the losses awake
+the host does not wait for the losses
+-self._arrived.synchronize()
+test_host_sleeps_until_losses_arrive: awake
+
+a second pass does not wait for its card
 -event = record_event(device)
 -        event.synchronize()
-test_host_sleeps_until_losses_arrive: awake
+test_second_pass_waits_for_each_card: AssertionError
 
 the host waits for every micro-batch
 -torch.accelerator.current_stream(self._device).wait_event(copied)

@@ -209,6 +209,20 @@ def test_host_sleeps_until_losses_arrive():
     assert all(counts["event_sync"] >= 2 for counts in by_card), "the host waits awake"
 
 
+def test_second_pass_waits_for_each_card():
+    """No loss is read after it: an error of a kernel would come after the commit."""
+    ids = list(range(min(2, torch.cuda.device_count())))
+    model = network()
+    inputs, targets = batch()
+    with ScatterOnceParallel(model, 1, ids, verify=False) as engine:
+        for _ in range(3):
+            card.reset()
+            engine.forward_backward(inputs, targets, LOSS, whole_batch=True)
+        counts = [card.counts(number)["event_sync"] for number in ids]
+    # Each card's rows are waited for, too.
+    assert min(counts) >= 2, counts
+
+
 def script(code, **variables):
     """Run ``code`` in a process of its own, whose cards ``variables`` describe.
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from scatterpar import Rows, ScatterOnceParallel
-from scatterpar.options import cuda_graphs
+from scatterpar.options import cuda_graphs, graph_decision
 
 pytestmark = [pytest.mark.cuda, pytest.mark.nullcuda]
 
@@ -582,7 +582,8 @@ def test_ever_changing_value_is_given_up(two_places):
 def waiting(monkeypatch):
     """Devices that capture, and wait for the host."""
     monkeypatch.setattr(cuda_graphs, "_captures", lambda _: True)
-    monkeypatch.setattr(cuda_graphs, "_BUSY", 1e9)
+    monkeypatch.setattr(graph_decision, "_TAIL", 1e9)
+    monkeypatch.setattr(graph_decision, "_LONGEST_RATIO", 1e9)
 
 
 def reports_of(steps, *batch, accum=8, places=(), criterion=LOSS, **options):
@@ -618,14 +619,19 @@ def test_devices_that_wait_are_captured(waiting, rows, two_places, caplog):
 
 
 def test_devices_that_work_are_left_alone(waiting, rows, monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "_BUSY", -1.0)
+    monkeypatch.setattr(graph_decision, "_TAIL", -1.0)
     assert "have not waited" in reports_of(6, *rows)[-1]
 
 
 def test_few_sub_steps_are_left_alone(waiting, rows):
-    assert reports_of(6, *rows, accum=3)[-1] == (
-        "eager: fewer than 4 sub-steps per replica"
+    assert reports_of(6, *rows, accum=1)[-1] == (
+        "eager: fewer than 2 sub-steps per replica"
     )
+
+
+def test_two_sub_steps_are_captured(waiting, rows, two_places):
+    reports = reports_of(12, *rows, accum=2, places=two_places)
+    assert reports[-1] == "3 of 4 sub-steps replayed"
 
 
 def test_host_alone_captures_nothing(rows):

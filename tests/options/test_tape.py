@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.options import cuda_graphs
+from scatterpar.options import cuda_graphs, graph_decision
 from scatterpar.options.tape import RepeatableTape, Tape, difference
 
 HOST = torch.device("cpu")
@@ -93,7 +93,8 @@ def each_beside(names, *quick):
 def waiting(monkeypatch):
     """Devices that capture by default, and wait for the host."""
     monkeypatch.setattr(cuda_graphs, "_captures", lambda _: True)
-    monkeypatch.setattr(cuda_graphs, "_BUSY", 1e9)
+    monkeypatch.setattr(graph_decision, "_TAIL", 1e9)
+    monkeypatch.setattr(graph_decision, "_LONGEST_RATIO", 1e9)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,187 @@
+"""Whether an engine captures its sub-steps.
+
+::
+
+    WATCHING ── devices wait for the host ──> CAPTURING ── no slower ──> REPLAYING
+                                                 |                          |
+                                                 └── an obstacle, slower ───┴──> REFUSED
+
+With ``graphs=True`` an engine begins with capturing, and compares no times.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum
+from statistics import median
+from typing import NamedTuple
+
+from scatterpar.devices.clocks import DeviceClock
+from scatterpar.errors import Told, warn
+from scatterpar.log import logger
+
+# How often a captured sub-step may turn out to be another one, and one more for each so
+# many steps in which it was not: a value that changes once per epoch is no reason to
+# give up.
+_CHANGES = 4
+_STEPS_PER_CHANGE = 16
+# Steps in a row in which devices waited for the host, before a capture.
+_STEPS_OF_WAITING = 3
+# Steps with graphs whose times are compared with those of so many steps without.
+_STEPS_COMPARED = 3
+# Steps with graphs are kept if their time, in times of those without, is at most this.
+_LONGEST_RATIO = 1.0
+# The part of a sub-step that a device may have left when the host has launched a share,
+# if it has waited for the host in each sub-step: backward passes are launched faster
+# than they are computed.
+_TAIL = 0.75
+
+
+class GraphStage(Enum):
+    """What an engine does with its sub-steps."""
+
+    WATCHING = "eager, until devices wait for the host"
+    CAPTURING = "captured, and compared with eager steps"
+    REPLAYING = "replayed"
+    REFUSED = "eager"
+
+
+class StepTimes(NamedTuple):
+    """The times of one step.
+
+    Attributes:
+        clocks: of the shares.
+        rows: of the batch.
+        num_substeps: the largest number of sub-steps of a share.
+    """
+
+    clocks: Sequence[DeviceClock]
+    rows: int
+    num_substeps: int
+
+    def per_row(self) -> float | None:
+        """Seconds per row of the slowest share; ``None`` if a device is not done."""
+        slowest = 0.0
+        for clock in self.clocks:
+            working = clock.working()
+            if working is None or not working >= 0:
+                return None
+            slowest = max(slowest, working)
+        return slowest / self.rows
+
+    def devices_waited(self) -> bool:
+        """Whether each device had nothing left to do, except for the last sub-step,
+        when the host had launched all.
+        """
+        for clock in self.clocks:
+            working = clock.working()
+            if working is None:
+                return False
+            tail = max(0.0, working - clock.launching)
+            if tail >= _TAIL * working / self.num_substeps:
+                return False
+        return bool(self.clocks)
+
+
+class Decision:
+    """What an engine has decided about its graphs; replicas' threads share it.
+
+    Attributes:
+        is_asked: whether the user has asked for graphs.
+        stage: what the engine does now.
+        refusal: why nothing is captured any more; empty if it may be.
+        steps: the number of steps with graphs.
+    """
+
+    def __init__(self, *, is_asked: bool) -> None:
+        self.is_asked = is_asked
+        self.stage = GraphStage.CAPTURING if is_asked else GraphStage.WATCHING
+        self.refusal = ""
+        self.steps = 0
+        self._changes = 0
+        self._steps_without_change = 0
+        self._steps_of_waiting = 0
+        self._eager: deque[float] = deque(maxlen=_STEPS_COMPARED)
+        self._captured: list[float] = []
+        self._told = Told()
+        self._lock = threading.Lock()
+
+    def refuse(self, why: str) -> None:
+        """Capture nothing from now on."""
+        with self._lock:
+            if self.stage is not GraphStage.REFUSED:
+                self.stage = GraphStage.REFUSED
+                self.refusal = why
+
+    def tell(self, why: str) -> None:
+        """Say once why sub-steps run without graphs."""
+        if not self._told.mark(why):
+            return
+        if self.is_asked:
+            warn(f"graphs=True: sub-steps run as without graphs, because {why}")
+        else:
+            logger.info("graphs: sub-steps run as without graphs, because %s", why)
+
+    # --- what changes ---
+
+    def confirm(self) -> None:
+        """A step's tapes were those of its captures."""
+        self._steps_without_change += 1
+
+    def changed(self, where: str) -> None:
+        """A tape was not that of the capture."""
+        self._changes += 1
+        allowed = _CHANGES + self._steps_without_change // _STEPS_PER_CHANGE
+        if self._changes > allowed:
+            self.refuse(
+                f"something changes from step to step: {where}. Make it a tensor that "
+                "is written in place, or a part of the batch"
+            )
+        else:
+            logger.info("graphs: captured again, because %s", where)
+
+    # --- times ---
+
+    def devices_wait(self) -> bool:
+        """Whether devices have waited for the host in enough eager steps in a row."""
+        return self._steps_of_waiting >= _STEPS_OF_WAITING
+
+    def begin(self) -> None:
+        """From this step on, sub-steps are captured."""
+        if self.stage is GraphStage.WATCHING:
+            logger.info("graphs: devices wait for the host; sub-steps are captured")
+            self.stage = GraphStage.CAPTURING
+
+    def see_eager(self, times: StepTimes) -> None:
+        """A step has run without graphs."""
+        if not times.devices_waited():
+            self._steps_of_waiting = 0
+            return
+        self._steps_of_waiting += 1
+        seconds = times.per_row()
+        if seconds is not None:
+            self._eager.append(seconds)
+
+    def see_captured(self, times: StepTimes) -> None:
+        """A step has replayed all except what each step proves."""
+        if self.stage is not GraphStage.CAPTURING:
+            return
+        seconds = times.per_row()
+        if seconds is not None:
+            self._captured.append(seconds)
+        if len(self._captured) < _STEPS_COMPARED:
+            return
+        if self.is_asked or not self._eager:
+            self.stage = GraphStage.REPLAYING
+            return
+        eager = median(self._eager)
+        captured = median(self._captured)
+        if captured <= _LONGEST_RATIO * eager:
+            self.stage = GraphStage.REPLAYING
+            return
+        self.refuse(
+            f"graphs do not make it faster: {1e6 * captured:.3g} µs per row with them, "
+            f"{1e6 * eager:.3g} without"
+        )

@@ -224,8 +224,7 @@ SHARED_NAMES = {
 }
 # Names that have several meanings, and are to be changed: none may come.
 NAMES_OF_SEVERAL = {
-    *("CHANGES", "CONTAINERS", "EXACT", "OUT_OF_MEMORY", "REMEDIES", "add"),
-    *("difference", "listed", "shown", "tensors", "verdict_of"),
+    *("CHANGES", "OUT_OF_MEMORY", "REMEDIES", "shown", "tensors"),
 }
 # Of loops of libraries, and what goes with them.
 UNREAD = (

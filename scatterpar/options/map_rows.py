@@ -138,7 +138,7 @@ _RESULTS_DO_NOT_FIT = (
 )
 
 
-_CONTAINERS = (
+_ENTRIES_ARE_ARGUMENTS = (
     "engine.map passes the entries of a single dict as keyword arguments, and those of "
     "a single tuple as positional ones; pass (value,) to pass it as one argument"
 )
@@ -206,7 +206,7 @@ class _Work:
             if misfit is None:
                 raise
             if self.function is not None:
-                add_note(error, _CONTAINERS)
+                add_note(error, _ENTRIES_ARE_ARGUMENTS)
                 raise
             raise misfit from error
         refuse_generators(output)

@@ -23,7 +23,7 @@ from scatterpar.causes.evidence import (
 )
 from scatterpar.causes.vectors import factor_between, is_close
 from scatterpar.splitting.check_report import Cause
-from scatterpar.splitting.gradients import joined, listed, union
+from scatterpar.splitting.gradients import first_names, joined, union
 from scatterpar.splitting.split_causes import first_meeting, questions_of
 from scatterpar.splitting.split_results import SplitResults, split_results
 from scatterpar.splitting.step_run import layers_with_batch_statistics
@@ -116,7 +116,7 @@ def _wrong_with_one_part(results: SplitResults) -> Words:
 
 def _ranks_differ(finding: Finding, results: SplitResults) -> Words:
     is_all = results.is_everything(finding.names)
-    place = "any parameter" if is_all else listed(finding.names)
+    place = "any parameter" if is_all else first_names(finding.names)
     return (
         f"The ranks end with different gradients of {place}: they were not averaged.",
         "call the DDP module, not model.module or parameters outside of it, and keep "
@@ -149,7 +149,9 @@ def _mean_of_means_in_a_term(count: Count, results: SplitResults) -> Words:
 def _state_between_parts(results: SplitResults) -> Words:
     moved = ""
     if results.moved:
-        moved = f" The step moves {listed(results.moved)}, which it does not train."
+        moved = (
+            f" The step moves {first_names(results.moved)}, which it does not train."
+        )
     return (
         f"The same parts in reverse order give another result.{moved}",
         "update frozen weights, such as a teacher's average, buffers, attributes and "
@@ -284,7 +286,7 @@ def _meaning(factor: float, ranks: int, parts: int) -> tuple[str, str]:
 # --- other weights of the parts ---
 
 _BY_TERMS = "divide the sum of the losses by the number of terms in all parts"
-_REMEDIES = {
+_REMEDIES_OF_CAUSES = {
     CauseKind.SUM_OF_MEANS: (
         f"multiply each loss by its part of all terms; {_CONSTANT}."
     ),
@@ -318,7 +320,7 @@ def _weights_in_words(
     """The gradient is a sum of those of the parts, with other weights than right."""
     ranks = results.trial.ranks
     kind = finding.kind
-    remedy = _REMEDIES.get(kind, f"{_BY_TERMS}.")
+    remedy = _REMEDIES_OF_CAUSES.get(kind, f"{_BY_TERMS}.")
     # Parts are multiplied again as they are, or after each has got its right weight.
     ratio = _ratio_of_neighbours(weights.computed / weights.right, ranks)
     ratio = ratio or _ratio_of_neighbours(weights.computed, ranks)
@@ -343,8 +345,8 @@ def _weights_in_words(
         remedy += " If your loader gives equal parts only (drop_last), pass equal=True."
     return (
         f"{_place(results, finding.names)} the loop weighs the parts "
-        f"{shown(results, weights.computed)}, the whole batch "
-        f"{shown(results, weights.right)}.{repeated}",
+        f"{weights_in_words(results, weights.computed)}, the whole batch "
+        f"{weights_in_words(results, weights.right)}.{repeated}",
         remedy,
     )
 
@@ -360,7 +362,7 @@ def _ratio_of_neighbours(weights: Tensor, ranks: int) -> float | None:
     return None if is_one or not is_close(ratios, ratios[:1], CLOSE) else ratio
 
 
-def shown(results: SplitEvidence, weights: Tensor) -> str:
+def weights_in_words(results: SplitEvidence, weights: Tensor) -> str:
     """Weights of the parts, with what they count."""
     numbers = ", ".join(f"{float(weight):.3g}" for weight in weights)
     # A part without terms weighs nothing in any loop.
@@ -376,11 +378,11 @@ def shown(results: SplitEvidence, weights: Tensor) -> str:
 
 def _place(results: SplitResults, names: Sequence[str]) -> str:
     is_all = results.is_everything(names)
-    return "In all parameters" if is_all else f"In {listed(names)}"
+    return "In all parameters" if is_all else f"In {first_names(names)}"
 
 
 def _shows_in(results: SplitResults) -> str:
     """A sentence about which parameters are wrong, if others are right."""
     if results.is_everything(results.wrong):
         return ""
-    return f" It shows in {listed(results.wrong)} alone."
+    return f" It shows in {first_names(results.wrong)} alone."

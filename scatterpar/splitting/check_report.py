@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from scatterpar.splitting.gradients import joined, listed, union
+from scatterpar.splitting.gradients import first_names, joined, union
 from scatterpar.splitting.split_runs import sizes_in_words
 from scatterpar.splitting.step_run import StepResult
 from scatterpar.splitting.trial import Comparison, Trial
@@ -125,6 +125,6 @@ def _note(trial: Trial, results: Sequence[StepResult]) -> str:
     names = [name for name in hidden if name in trained]
     if names:
         sentences.append(
-            f"the gradient of {listed(names)}, which is zero beside others"
+            f"the gradient of {first_names(names)}, which is zero beside others"
         )
     return "; ".join(sentences)

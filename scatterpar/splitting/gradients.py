@@ -69,7 +69,7 @@ def joined(gradients: Gradients, names: Sequence[str] | None = None) -> Tensor:
     return torch.cat([gradients[name].flatten() for name in selected])
 
 
-def listed(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """The first names, and how many more there are."""
     text = ", ".join(names[:_LISTED])
     if len(names) > _LISTED:

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from scatterpar.spans import Part
-from scatterpar.splitting.gradients import is_zero, listed
+from scatterpar.splitting.gradients import first_names, is_zero
 from scatterpar.splitting.operator_modes import Numbers, Shape
 from scatterpar.splitting.split_runs import SplitRuns
 from scatterpar.splitting.step_run import StepResult
@@ -66,8 +66,8 @@ def first_reference(
     unseen: list[str] = []
     if vanished:
         unseen.append(
-            f"the gradient of {listed(vanished)}, which is zero with constant random "
-            f"numbers"
+            f"the gradient of {first_names(vanished)}, which is zero with constant "
+            f"random numbers"
         )
     # Initial weights are as many for fewer rows.
     if result.draws != of_fewer_rows:

@@ -59,7 +59,7 @@ def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
     if are_observed([leaf for leaf, _ in pairs]):
         _add_with_hooks(pairs, outcome.attempt, buffers)
     else:
-        _add(pairs, outcome.attempt, observed=False)
+        _add_gradients(pairs, outcome.attempt, observed=False)
         buffers.write()  # last: it allocates no memory and runs no user code
     return loss
 
@@ -75,13 +75,13 @@ def _add_with_hooks(
     buffers.save()
     try:
         buffers.write()
-        _add(pairs, attempt, observed=True)
+        _add_gradients(pairs, attempt, observed=True)
     except BaseException as error:
         restore_after(error, buffers.restore)
         raise
 
 
-def _add(pairs: list[_Pair], attempt: Attempt, *, observed: bool) -> None:
+def _add_gradients(pairs: list[_Pair], attempt: Attempt, *, observed: bool) -> None:
     """Add gradients to ``.grad``, and commit random state."""
     leaves = [leaf for leaf, _ in pairs]
     earlier = _save_for_undo(pairs, attempt.undo, observed)

@@ -326,7 +326,7 @@ class ReplicaLook:
             draws_steadily,
             moved,
         )
-        verdict = _verdict_of(results, in_parts)
+        verdict = _judged(results, in_parts)
         # Last, because the runs that find a cause may show more.
         lost = runs.user_code.lost()
         scope = self._scope(in_parts)
@@ -472,7 +472,7 @@ def _require_gradients(expected: Result, run: RunResult) -> None:
         raise SaysNothing("all gradients are zero")
 
 
-def _verdict_of(results: LookResults, run: RunResult) -> Verdict:
+def _judged(results: LookResults, run: RunResult) -> Verdict:
     if not results.is_within_tolerance:
         if results.runs.pairs_of_rows is not None:
             return pairs_of_rows(results.runs.pairs_of_rows)

@@ -32,11 +32,11 @@ def difference_by_rows(
             if not has_rows or same_bits(computed, uncut):
                 continue
             if computed.shape == expected.shape:
-                of_rows = max(of_rows, _difference(computed, expected))
+                of_rows = max(of_rows, _difference_of_outputs(computed, expected))
     return of_rows
 
 
-def _difference(actual: Tensor, expected: Tensor) -> float:
+def _difference_of_outputs(actual: Tensor, expected: Tensor) -> float:
     """The largest relative difference between two outputs of one shape.
 
     It is infinite if outputs that are not floating-point differ, or if NaN and infinity

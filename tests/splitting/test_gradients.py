@@ -64,5 +64,5 @@ def test_joined_in_order_of_names():
 
 
 def test_three_names_listed_others_counted():
-    assert gradients.listed(["a", "b", "c"]) == "a, b, c"
-    assert gradients.listed(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+    assert gradients.first_names(["a", "b", "c"]) == "a, b, c"
+    assert gradients.first_names(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"

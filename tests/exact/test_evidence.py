@@ -303,6 +303,47 @@ def test_splitcheck_does_not_pass_it(value):
     assert not splitcheck(step, network(), (INPUTS, TARGETS)).passed
 
 
+HIDDEN = torch.zeros(40, 3, 2, 2, dtype=torch.float64)
+HIDDEN += torch.linspace(0, 0.5, 40, dtype=torch.float64)[:, None, None, None]
+HIDDEN[[13, 30, 31]] += 1  # none of them is among the nine that the first look takes
+
+
+class OfImages(nn.Module):
+    """A mean over images of which few are terms, which only ``forward`` sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(12, 2)
+
+    def forward(self, images):
+        rows = images.flatten(1)
+        return self.linear(rows), rows[:, :1] >= 1
+
+
+def ratio_of_images(output, _):
+    values, is_term = output
+    return (values.square() * is_term).sum() / is_term.sum()
+
+
+def test_rows_that_say_nothing_are_no_yes():
+    """No row of the look is a term: the whole batch is asked, in its own parts."""
+    refusal = pytest.raises(ValueError, match="is not the mean of the losses")
+    with ScatterOnceParallel(build(OfImages), 5, ["cpu"] * 2) as engine, refusal:
+        engine.forward_backward(HIDDEN, None, ratio_of_images)
+
+
+def test_zero_is_no_evidence():
+    """All gradients are zero in the parts and at once: four times, then it is told."""
+
+    def loss(output, targets):
+        return (output * 0).sum() / targets.sum()
+
+    told = pytest.warns(UserWarning, match="could not check.*zero")
+    with ScatterOnceParallel(network(), 2, ["cpu"] * 2) as engine, told:
+        for _ in range(8):
+            engine.forward_backward(INPUTS, TARGETS + 1, loss)
+
+
 @pytest.mark.parametrize("value", NOT_FINITE)
 def test_look_says_that_it_knows_nothing(value):
     told = pytest.warns(UserWarning, match="could not check.*NaN or infinite")

@@ -70,6 +70,17 @@ def test_sum_of_zero_differs_by_its_rows():
     assert not do_rows_cancel(CANCELLING, 1e-2, at_once=-1e-17)
 
 
+def test_loss_of_zero_differs_by_its_rows():
+    losses = [result(1.0, loss=size) for size in (1.0, -1.0)]
+    at_once = result(2.0, loss=1e-17)
+    for loss, answer in ((1e-4, True), (1e-2, False)):
+        in_parts = result(2.0, loss=loss)
+        rounded = look_rounding._is_rounding_of(
+            losses, in_parts, at_once, ROUNDING, TOLERANCE
+        )
+        assert rounded == answer
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_row_that_is_not_finite_is_no_evidence(value):
     """A ratio of sums was "rounding", 38 % off, if one row had no term."""

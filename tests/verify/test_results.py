@@ -42,7 +42,9 @@ def test_results_differ_by_the_larger_part():
     """Results differ by loss or gradient, whichever is more."""
     assert result(3.0, 1, 5).difference_from(result(4.0, 1, 5)) == 0.25
     assert result(4.0, 1, 4).difference_from(result(4.0, 1, 5)) == pytest.approx(0.2)
-    assert result(math.nan, 1).difference_from(result(4.0, 1)) == math.inf
+    for loss in (math.nan, math.inf):
+        assert result(loss, 1).difference_from(result(4.0, 1)) == math.inf
+        assert result(4.0, 1).difference_from(result(loss, 1)) == math.inf
 
 
 def test_results_finite_with_gradient():

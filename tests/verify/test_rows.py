@@ -16,6 +16,11 @@ from harness.oracle import build
 from torch.nn import functional as F
 
 from scatterpar import Rows, ScatterOnceParallel, count_labels
+from scatterpar.batch.batch import batch_of
+from scatterpar.devices.virtual_devices import HOST
+from scatterpar.plan import make_plan
+from scatterpar.step.request import Request
+from scatterpar.verify.rows import RowChoice
 
 
 def mean_or_std(net, rows, mode="plain"):
@@ -127,3 +132,31 @@ def test_unlooked_step_reads_sizes_of_few():
             Counted.calls = 0
             engine.forward_backward(rows, None, lambda o, t: o.square().mean())
         assert Counted.calls < 200
+
+
+def choice_of(targets, *tensors):
+    """How rows are chosen whose targets ``tensors`` tell apart."""
+    num_rows = len(targets)
+    request = Request([batch_of(targets, targets, num_rows, 0)], 0, None)
+    plan = make_plan(num_rows, [HOST], accum=2)
+    return RowChoice(request, tensors, plan, [-100, 3], 0, is_divided=True, most=9)
+
+
+def test_row_without_a_term_is_a_part():
+    """A mean over terms is NaN for it, also if all rows are alike otherwise."""
+    rows = range(8)
+    mask = torch.ones(8, 2, dtype=torch.bool)
+    assert choice_of(mask, mask).divided(rows) == [[1, 2, 3], [4, 5, 6], [7], [0]]
+    mask[4] = False
+    assert choice_of(mask, mask).divided(rows) == [[1, 2, 3], [5, 6, 7], [4], [0]]
+    labels = torch.zeros(8, 2, dtype=torch.long)
+    labels[6] = 3  # a number of the criterion's
+    labels[5] = -100
+    assert choice_of(labels, labels).divided(rows)[2] == [5]
+    # What a mask leaves out comes first.
+    assert choice_of(mask, labels, mask).divided(rows)[2] == [4]
+
+
+def test_single_row_without_a_term_stays_twice():
+    mask = torch.zeros(1, 2, dtype=torch.bool)
+    assert [*map(len, choice_of(mask, mask).parts(9))] == [1, 1]

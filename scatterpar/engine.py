@@ -557,7 +557,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             self._step_ended = time.perf_counter()
 
     def _schedule(self, call: Call) -> Schedule:
-        """How the shares of a call become gradients."""
+        """Choose the schedule of a step."""
         if not call.whole_batch:
             return self._one_pass
         schedule = TwoPasses(call, self._ranks)
@@ -637,7 +637,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         return self._compute(schedule, this._replace(request=request), choice)
 
     def _choice(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Choice:
-        """What a look says of a step; all as assumed if there is none."""
+        """Look at a step if that is due, and return what it chooses."""
         is_checked = self.loop.is_checked and not attempt.extent.is_trial
         if self._verifier is None or not is_checked:
             return Choice(attempt.request.candidate)
@@ -883,7 +883,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             return mapped.output
 
     def _journal(self, request: Request, function: Any = None) -> Journal:
-        """What tries that run out of memory may move."""
+        """The state that tries which run out of memory may move."""
         # A function that is mapped is none of the loop's.
         if self.loop.written is not None and function is None:
             return Journal(self.loop.written(), self.device_ids)

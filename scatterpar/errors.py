@@ -51,14 +51,14 @@ def defect(text: str) -> None:
 
 
 class Told:
-    """Which subjects were told: a warning or log of each is given once."""
+    """The subjects of warnings and logs that were given: each is given once."""
 
     def __init__(self) -> None:
         self._subjects: set[Hashable] = set()
         self._lock = threading.Lock()
 
     def mark(self, subject: Hashable) -> bool:
-        """Mark a subject as told. Returns whether it was not yet."""
+        """Mark a subject. Returns whether this is the first time."""
         with self._lock:
             is_new = subject not in self._subjects
             self._subjects.add(subject)

@@ -1,4 +1,4 @@
-"""In which steps something is looked at that is too dear for every step.
+"""The steps in which a costly check is made.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What a step did: the values of ``engine.last_step``."""
+"""The report of a step: the values of ``engine.last_step``."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ SECONDS_OF_A_LONG_EPOCH = 10.0  # after which half a second for curves is little
 
 
 class UsageError(Exception):
-    """A value or a file of the user's is wrong. The message is one line."""
+    """An argument or a file is wrong. The message is one line."""
 
 
 class Stopped(Exception):

@@ -26,7 +26,7 @@ from scatterpar.batch.markers import Marker, unwrapped_atom
 
 @dataclass(frozen=True)
 class Structure:
-    """How the atoms of a batch were nested, and which of them have rows.
+    """The nesting of a batch's atoms, and which of them have rows.
 
     The atoms at other positions are plain values.
 

@@ -220,7 +220,7 @@ def _have_rows(
 def _join_remedy(
     atoms: Sequence[Tensor], rows: Sequence[int], dim: int, names_map: bool
 ) -> str:
-    """What to return or call instead, by how many entries the tensors have per row."""
+    """The remedy for outputs that cannot be joined, by their entries per row."""
     sizes = [tensor.shape[-1:] for tensor in atoms]
     if len(set(rows)) > 1 and sizes == [(num_rows,) for num_rows in rows]:
         return (

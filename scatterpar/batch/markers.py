@@ -337,7 +337,7 @@ def count_rows(
 
 
 def _views_of(sizes: Collection[int]) -> str:
-    """What to pass if one tensor has several views of each row; else nothing.
+    """The remedy if one tensor has several views of each row; else empty.
 
     Of two views ``torch.cat([first, second])`` has twice as many rows as the labels.
     """
@@ -376,7 +376,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _of_missing_dimension(value: Tensor, dim: int) -> str:
-    """What to pass of a tensor that has rows, but not the dimension ``dim``."""
+    """The remedy for a tensor with rows that has no dimension ``dim``."""
     if value.ndim != 1 or dim != 1:
         return ""
     return "; with one entry per row pass tensor[None], and the module takes [0] of it"
@@ -456,7 +456,7 @@ def _problem(value: Any, dim: int, sizes: Collection[int], refuse_grad: bool) ->
 
 
 def _remedy(value: Any) -> str:
-    """What to pass for an object with rows that is no dense tensor; else nothing."""
+    """The remedy for an object with rows that is no dense tensor; else empty."""
     modules = [kind.__module__ for kind in type(value).__mro__]
     if isinstance(value, Batches):
         return (
@@ -489,7 +489,7 @@ def _remedy(value: Any) -> str:
 
 
 def _kind_of_entries(value: list[Any] | tuple[Any, ...], dim: int) -> str:
-    """What the entries are if each may be of one row; else nothing.
+    """The kind of the entries if each may be of one row; else empty.
 
     Nothing for arguments, or levels of a pyramid: their tensors have rows themselves.
     Nothing for up to four numbers, which are a size, such as (height, width), and for

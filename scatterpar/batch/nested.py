@@ -166,7 +166,7 @@ def walk(
 
 
 def children_of(value: Any) -> Iterable[Any]:
-    """What a container consists of directly; nothing for an atom."""
+    """The direct parts of a container; none of an atom."""
     return _parts(value, value)[0]
 
 

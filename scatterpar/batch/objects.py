@@ -42,7 +42,7 @@ def unsplit_rows(value: Any, dim: int, sizes: Container[int]) -> str | None:
 
 
 def remedy_for(value: Any) -> str:
-    """What to pass in the place of an object with rows that nothing splits."""
+    """The remedy for an object with rows that nothing splits."""
     kind = type(value).__name__
     if isinstance(value, (Sequence, deque, Set, ValuesView)):
         return "a list of its items, list(value)"

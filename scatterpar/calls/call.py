@@ -84,7 +84,7 @@ class CallOptions:
 
 @dataclass
 class OutputsOfReplicas:
-    """What the replicas have returned for one call, with its graph.
+    """The outputs of the replicas for one call, with their graphs.
 
     Attributes:
         outputs: that of each share, where it was computed.
@@ -328,7 +328,7 @@ class Calls:
         plan: Plan,
         options: CallOptions,
     ) -> dict[int, NumberRule]:
-        """How 0-dim outputs combine, after a look if one is due."""
+        """Choose how 0-dim outputs combine, after a look if one is due."""
         if len(outputs) == 1:
             return {}
         args, kwargs = arguments

@@ -48,7 +48,7 @@ _REMEDIES = (
 
 @dataclass
 class CallOfLook:
-    """What a look needs of a call.
+    """The values of a call that a look reads.
 
     Attributes:
         module: the user's module.

@@ -29,7 +29,7 @@ from scatterpar.replicas.replicas import Replica, ReplicaSet
 
 
 class _Root(nn.Module):
-    """What replicas copy: a module, and the containers that its hooks close over."""
+    """A module, and the containers that its hooks close over: the roots of replicas."""
 
     def __init__(self, root: nn.Module, boxes: list[Any]) -> None:
         super().__init__()

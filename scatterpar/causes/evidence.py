@@ -19,7 +19,7 @@ CLOSE = 1e-3
 
 
 class CauseKind(enum.Enum):
-    """The causes, in the order in which they are asked for. The first that fits counts.
+    """The causes, in the order of their questions. The first that fits counts.
 
     Values are their names in reports.
     """
@@ -126,7 +126,7 @@ Question = Callable[[Any], bool | Finding | None]
 
 
 class SplitEvidence:
-    """What is known of a result in parts beside that of the whole batch.
+    """The evidence about a result in parts beside that of the whole batch.
 
     Those who ask override what they can answer: a look at a step, one at the outputs of
     the pair, and ``splitcheck``. Answers may cost runs, so each is asked for in the
@@ -146,7 +146,7 @@ class SplitEvidence:
 
     @property
     def counts(self) -> Sequence[Count]:
-        """What a loss may divide by, the most usual first."""
+        """The numbers that a loss may divide by, the most usual first."""
         return ()
 
     def weights(self, names: Sequence[str]) -> Weights | None:

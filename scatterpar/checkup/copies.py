@@ -71,7 +71,7 @@ class RouteResult:
 
     @property
     def fault(self) -> str:
-        """What went wrong; empty if every byte arrived."""
+        """The fault of a copy in words; empty if every byte arrived."""
         if self.error:
             return f"failed: {self.error}"
         sizes = [f"{n} of {size}" for size, n in self.altered.items() if n]

@@ -155,7 +155,7 @@ def doctor(
 
 
 def describe(load: float) -> dict[str, str]:
-    """What the machine has: torch's page, and what it leaves out."""
+    """Describe the machine: torch's page, and the devices that it leaves out."""
     variables: list[str] = []
     for name, value in os.environ.items():
         if name.startswith(_PREFIXES):

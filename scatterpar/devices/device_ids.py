@@ -40,7 +40,7 @@ def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]
 
 
 def _lists_for(value: object) -> str:
-    """What to pass in the place of a value that is no list."""
+    """The lists that a value may stand for, as a remedy."""
     if type(value) is not int or not 1 < value <= _MOST_NAMED:
         return f"for one replica pass [{value!r}]"
     # A number is a count in torchrun, and an ordinal in torch.device.

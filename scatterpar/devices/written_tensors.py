@@ -71,7 +71,7 @@ class WrittenTensors:
         self._versions = versions(self.tensors)
 
     def written(self) -> WrittenPositions:
-        """What was written since ``begin``."""
+        """Returns the tensors that were written since ``begin``."""
         writes = WrittenPositions(set(), set(), set())
         present = versions(self.tensors)
         # First the questions that need no Python call per tensor.

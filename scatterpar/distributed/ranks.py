@@ -105,7 +105,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
-        """What one rank raises in the body, every rank raises.
+        """In the body, an error of one rank is raised on every rank.
 
         A rank that fails alone sends its failure in the place of its status, for which
         the others wait in the next exchange.
@@ -180,7 +180,7 @@ class Ranks:
         )
 
     def _parts_of(self, outcome: Outcome, pooled: Sequence[Tensor]) -> _SumParts:
-        """What this rank adds to the step's all-reduce.
+        """The tensors that this rank adds to the step's all-reduce.
 
         ``pooled`` are the statistics of batch normalisations.
         """
@@ -338,7 +338,7 @@ def _packed_by_dtype(parts: _SumParts) -> tuple[list[Tensor], _SumParts]:
 
 
 class Payload(NamedTuple):
-    """What one rank sends to all others.
+    """The message of one rank to all others.
 
     Attributes:
         values: the outputs and targets.
@@ -364,7 +364,7 @@ def pack_payload(tensors: Sequence[Tensor], seed: int, rows: int) -> Tensor:
 
 
 def unpack_payload(payload: Tensor, like: Any) -> Payload:
-    """What a rank packed, with the tensors in the structure of ``like``."""
+    """Unpack a rank's message, with the tensors in the structure of ``like``."""
     num_numbers = 2 + sum(atom.ndim for atom in nested.tensors(like))
     # A copy is aligned for any dtype.
     header = payload[-8 * num_numbers :].clone().view(torch.int64)

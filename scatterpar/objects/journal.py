@@ -1,4 +1,4 @@
-"""What each variable was, to compare it, and to restore it after calls of user code.
+"""The values of variables before calls of user code, to compare and restore them.
 
 ::
 
@@ -50,7 +50,7 @@ _WITH_ENTRIES = dict, list, tuple
 
 
 class _SavedReferences:
-    """What the containers and variables of a walk refer to now."""
+    """Record the values to which the containers and variables of a walk refer now."""
 
     def __init__(self, walk: Walk) -> None:
         self.containers = Snapshot([container for *_, container in walk.containers])
@@ -231,7 +231,7 @@ class Journal:
         return list(dict.fromkeys(names))
 
     def moved(self) -> str:
-        """What calls have moved, in words; empty if nothing but tensors.
+        """Describe the state that calls have moved; empty if only tensors.
 
         What they take from an iterator or write to a file cannot be told, so each of
         these counts.

@@ -1,4 +1,4 @@
-"""What values lead to: one function per question, with how deep and how many.
+"""The values that values lead to: one function per question, with its depth.
 
 ::
 
@@ -65,7 +65,7 @@ def reachable(root: Any, depth: int = SEARCH_DEPTH) -> list[Any]:
 
 
 def _used_by(value: Any) -> Collection[Any]:
-    """What a function, an object or a container leads to.
+    """The values that a function, an object or a container leads to.
 
     Nothing inside of modules, tensors, objects of torch and long containers.
     """
@@ -93,7 +93,7 @@ def values_to_search(function: Any) -> list[Any]:
 
 
 def _to_search_in(value: Any) -> Collection[Any]:
-    """What ``value`` uses, without values that lead to no tensor.
+    """The values that ``value`` uses, without those that lead to no tensor.
 
     Of a log, the first and the last values are searched. A network that only a value
     between them has gets no gradient all the same: the graph of the loss shows it.

@@ -1,4 +1,4 @@
-"""What a value refers to: its parts.
+"""The parts of a value: the values to which it refers.
 
 ``parts_of`` is the one function that knows kinds of values. What a walk follows depends
 on its question: ``reach.py`` lists them. Two that do not walk follow parts, too::
@@ -26,7 +26,7 @@ _NO_ATTRIBUTES: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class References(NamedTuple):
-    """What a value refers to, by how it does.
+    """The parts of a value, by the kind of reference.
 
     Attributes:
         called: the function that a method, a partial or a cache calls; else ``None``.
@@ -73,7 +73,7 @@ _WEAK = {
 
 
 def parts_of(value: Any) -> References:
-    """What ``value`` refers to directly."""
+    """The direct parts of ``value``."""
     # By ``type``: a proxy claims to be of its object's class.
     kind = type(value)
     if kind in _WEAK:

@@ -1,4 +1,4 @@
-"""How values that are written in place are saved, compared and restored.
+"""Save, compare and restore values that are written in place.
 
 ``SAVERS`` has the rows of the table, by class, except those of tensors. Values that
 cannot be set back, such as iterators, files that are written, writers and queues of
@@ -75,7 +75,7 @@ class Saved:
 
 
 class _Writer(Saved):
-    """What it has been given stays in its file."""
+    """The lines that it was given stay in its file."""
 
     @classmethod
     def fits(cls, kind: type) -> bool:
@@ -144,7 +144,7 @@ class _NumpyRandom(Saved):
         _set_own_state(_seeds_of(source), self.state[1])
 
     def _source(self) -> Any:
-        """What has the state."""
+        """The object that has the state."""
         return getattr(self.value, "bit_generator", self.value)
 
 
@@ -342,7 +342,7 @@ class TensorValues(Saved):
     """The values of a tensor, in the memory that it has now."""
 
     def read(self) -> Any:
-        """What is written, and a copy of the values."""
+        """Save the tensors that are written, and a copy of their values."""
         values = self.value.detach()
         # A write to a sparse tensor exchanges its pieces, which a detached one keeps.
         written = values if values.layout == torch.strided else self.value

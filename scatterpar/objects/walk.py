@@ -1,4 +1,4 @@
-"""What roots lead to, and the places that refer to it.
+"""The values that roots lead to, and the places that refer to them.
 
 ::
 
@@ -158,7 +158,7 @@ def register_wrapper(kind: type[nn.Module]) -> None:
 
 
 class Walk:
-    """What ``roots`` lead to, nearest first, each value once, without plain values.
+    """Find the values that ``roots`` lead to: nearest first, each once, no plain ones.
 
     Roots, and the objects of methods among them, are followed whosever they are.
 

@@ -1,4 +1,4 @@
-"""What one constructor option or one argument of a call switches on, by its name.
+"""The options of an engine and of a call that switch something on; a file each.
 
 Imports ``distributed``, ``verify``, ``step`` and the packages below them.
 

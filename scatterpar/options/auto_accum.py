@@ -48,7 +48,7 @@ _TRIAL = Extent(is_trial=True, max_substeps=2, retain_rows=False)
 
 @dataclass
 class Fit:
-    """What fitted last.
+    """The number of sub-steps that fitted last.
 
     Attributes:
         accum: the number of sub-steps.
@@ -61,7 +61,7 @@ class Fit:
 
 
 class AutoAccum:
-    """What an engine knows of its memory; copies of the engine know of training's.
+    """The numbers of sub-steps that fit, as an engine has found them.
 
     Attributes:
         training: what fitted last in training.
@@ -252,7 +252,7 @@ def innermost(function: Any) -> Any:
 
 
 def identity_of(function: Any) -> Hashable:
-    """What a function is known by: its code, which a new lambda in each call shares.
+    """The key of a function: its code, which a new lambda in each call shares.
 
     Of a function in C the name, and of an object that is called its class.
     """

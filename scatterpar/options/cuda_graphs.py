@@ -106,7 +106,7 @@ class Outdated(Exception):
 
 
 class _HostState(NamedTuple):
-    """What user code may move on the host.
+    """The state on the host that user code may move.
 
     Attributes:
         of_python: the state of Python's random generator.
@@ -281,7 +281,7 @@ class Captured(Schedule):
             self._decision.see_captured(times)
 
     def without_graphs(self, why: str) -> str:
-        """What the report says of a step of another schedule."""
+        """The words of the report for a step of another schedule."""
         if self._decision.is_asked:
             self._decision.tell(why)
         return super().without_graphs(why)
@@ -469,7 +469,7 @@ class _StepPlan:
         return _SharePlan(self, self._keys[replica], self._checked[replica])
 
     def count_replay(self) -> None:
-        """One more sub-step is replayed."""
+        """Count a replayed sub-step."""
         with self._lock:
             self.replays += 1
 
@@ -680,7 +680,7 @@ class GraphedSubsteps(Substeps):
         self._decision.refuse(f"{type(self._task.module).__name__} {why}")
 
     def _host_state(self) -> _HostState:
-        """What calls of this replica may move on the host, where no tape sees it.
+        """The state on the host that calls of this replica may move, unseen by a tape.
 
         A replay runs no Python: it would repeat the numbers of the capture.
         """
@@ -692,7 +692,7 @@ class GraphedSubsteps(Substeps):
         return _HostState(random.getstate(), numbers, contextvars.copy_context())
 
     def _moved_on_host(self, before: _HostState) -> str:
-        """What calls have moved on the host since ``before``, in words."""
+        """Describe the state on the host that calls have moved since ``before``."""
         now = self._host_state()
         if (before.of_python, before.of_torch) != (now.of_python, now.of_torch):
             return "draws random numbers on the host"

@@ -86,7 +86,7 @@ class StepTimes(NamedTuple):
 
 
 class Decision:
-    """What an engine has decided about its graphs; replicas' threads share it.
+    """The decision of an engine about its graphs; replicas' threads share it.
 
     Attributes:
         is_asked: whether the user has asked for graphs.

@@ -39,7 +39,7 @@ from scatterpar.step.turns import Scope
 
 @dataclass
 class RowFunction:
-    """What each replica calls for its rows: the module, or a function for ``map``.
+    """The module, or a function for ``map``, as each replica calls it for its rows.
 
     Attributes:
         function: the module, a method of a part of it, or a function that gets a

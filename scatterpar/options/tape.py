@@ -70,7 +70,7 @@ _END = "the end"
 
 
 class _Operator(NamedTuple):
-    """What the tape knows of an operator.
+    """An operator as the tape compares it.
 
     Attributes:
         kinds: of its positional arguments, up to the last that is not plain: ``None``
@@ -494,7 +494,7 @@ def _is_plain(kind: type) -> bool:
 
 
 def _described(function: Any) -> _Operator:
-    """What a tape knows of an operator, from its schema and its tags."""
+    """Describe an operator for the tape, from its schema and its tags."""
     kinds: list[Any] = []
     for argument in function._schema.arguments:
         name = str(argument.type)
@@ -531,7 +531,7 @@ def _content(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def difference(before: Tape, now: Tape) -> str:
-    """Where two tapes differ first, in words; empty if they are equal.
+    """Describe the first difference of two tapes; empty if they are equal.
 
     >>> device = torch.device("cpu")
     >>> tapes = Tape(device), Tape(device)

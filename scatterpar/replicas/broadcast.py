@@ -350,9 +350,7 @@ class Broadcast:
 
 
 def _layout(contents: ModuleContents) -> list[Any]:
-    """What copies in other memories depend on, and whether it is a parameter, per
-    tensor.
-    """
+    """Per tensor: the tensors on which copies depend, and whether it is a parameter."""
     return [
         (
             key,

@@ -52,7 +52,7 @@ def sample(tensor: Tensor) -> Tensor:
 
 
 class Reading(enum.Enum):
-    """What is read of a large tensor, to tell whether it was written.
+    """The words of a large tensor that are read to find writes.
 
     Attributes:
         NOTHING: its version has moved, which tells.
@@ -66,7 +66,7 @@ class Reading(enum.Enum):
 
 
 class Freshness:
-    """How to tell whether one large tensor was written since it was copied.
+    """Finds out whether one large tensor was written since it was copied.
 
     ``Broadcast`` asks it of copies in other memories, ``LargeCopy`` of one in the same.
 
@@ -78,7 +78,7 @@ class Freshness:
         self.is_silent = False
 
     def reading(self, has_same_version: bool, reads_all: bool) -> Reading:
-        """What to read of a tensor with the version that was copied, or another one."""
+        """The words to read of a tensor whose version has changed, or has not."""
         if self.is_silent:
             return Reading.ALL
         if not has_same_version:

@@ -62,7 +62,7 @@ _REGISTRIES = [
 
 
 class ReplicaOptions(NamedTuple):
-    """How replicas are made.
+    """The options of replicas.
 
     Attributes:
         accumulate_dtype: gradients are added in it, unless their own dtype is wider.

@@ -31,7 +31,7 @@ BufferDict = MutableMapping[str, "Tensor | None"]
 
 
 class MemoryPart(NamedTuple):
-    """Which part of another tensor's memory a buffer is.
+    """A part of another tensor's memory, which a buffer is.
 
     Attributes:
         registry: the user's, which has the other tensor.
@@ -147,7 +147,7 @@ def memory_changes(
 
 
 class _SharedMemory:
-    """Which of some tensors share memory."""
+    """Returns the groups of tensors that share memory."""
 
     def __init__(
         self, tensors: Iterable[tuple[_RegisteredTensor, Tensor | None]]

@@ -48,7 +48,7 @@ _INSTEAD = "use nn.BatchNorm2d, which normalises each micro-batch by itself"
 
 
 class Contribution(NamedTuple):
-    """What one replica brings to an exchange.
+    """The part of one replica in an exchange.
 
     Attributes:
         layer: the layer's name.

@@ -1,4 +1,4 @@
-"""What a cause of a wrong gradient is called for the user of a loop, and its remedy.
+"""The words of each cause of a wrong gradient in a loop, and its remedy.
 
 The verdict that a gradient is wrong does not depend on it. A cause is a hint.
 """

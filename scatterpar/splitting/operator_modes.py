@@ -23,7 +23,7 @@ _GOLDEN = 0.6180339887498949
 
 
 class Numbers(enum.Enum):
-    """What random operators give."""
+    """The numbers that random operators give."""
 
     AS_DRAWN = enum.auto()
     CONSTANT = enum.auto()
@@ -94,7 +94,7 @@ def fill_evenly(drawn: Tensor, shape: Shape) -> None:
 
 
 def _most_likely(probabilities: Tensor, count: int, *_: Any, **__: Any) -> Tensor:
-    """What ``torch.multinomial`` may return, without chance."""
+    """A result that ``torch.multinomial`` may return, without chance."""
     categories = probabilities.argsort(-1, descending=True)
     # Again from the first one, if there are fewer categories than ``count``.
     return categories[..., torch.arange(count) % categories.shape[-1]]

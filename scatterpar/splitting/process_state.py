@@ -1,4 +1,4 @@
-"""What a user's step may change in this process, to be restored after each run."""
+"""The state of this process that a step may change; restored after each run."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _MOST_LINES = 5  # of the user's code, of a step that failed
 
 @dataclass(frozen=True)
 class RankJob:
-    """What a rank runs. ``shares`` has the batches of each rank."""
+    """Run the step on a rank. ``shares`` has the batches of each rank."""
 
     step: StepFunction
     model: nn.Module
@@ -295,7 +295,7 @@ def _results(
 
 
 def _answer(process: Any, file: Path) -> StepResult | _Failure:
-    """What the process of a rank, which has ended, has written."""
+    """Read what the process of a rank has written before it ended."""
     if file.exists():
         # A process of ours has written it, so it may be unpickled.
         answer: StepResult | _Failure = torch.load(file, weights_only=False)

@@ -1,4 +1,4 @@
-"""What a user asks: which step, which batch, and in which parts. Checked once."""
+"""The arguments of a check: step, batch and parts. They are checked once."""
 
 from __future__ import annotations
 

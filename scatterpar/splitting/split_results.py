@@ -1,4 +1,4 @@
-"""What the splits of a batch gave; further splits run when a cause asks for them."""
+"""The results of the splits of a batch; more splits run when a cause needs them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SplitResults(SplitEvidence):
 
     @property
     def counts(self) -> Sequence[Count]:
-        """What the loss may divide by, the most usual first."""
+        """The numbers that the loss may divide by, the most usual first."""
         return self.trial.counts
 
     @cached_property
@@ -136,7 +136,7 @@ class SplitResults(SplitEvidence):
 
 
 def split_results(trial: Trial, comparison: Comparison) -> SplitResults:
-    """What a comparison shows, as causes are asked of it."""
+    """The evidence of a comparison, for the questions of causes."""
     expected = comparison.reference.gradients
     # Rank 0 stands for all: ranks that differ are a cause before all weights.
     actual, *others = [result.gradients for result in comparison.results]

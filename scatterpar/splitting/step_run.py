@@ -35,7 +35,7 @@ StepFunction = Callable[[Any, list[Any]], Any]  # of a module of the user's clas
 
 @dataclass(frozen=True)
 class Settings:
-    """How a step is run.
+    """The options of a run of the step.
 
     Attributes:
         in_double: parameters, buffers and new tensors are in float64, and casts to a
@@ -55,7 +55,7 @@ class Settings:
 
 @dataclass
 class StepResult:
-    """What a step leaves on one rank.
+    """The result of a step on one rank.
 
     Attributes:
         gradients: by the name of the parameter.

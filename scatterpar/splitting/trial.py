@@ -1,4 +1,4 @@
-"""Which splits of a batch are compared, and what the comparison shows.
+"""Choose the splits of a batch, and compare them.
 
 ::
 

@@ -38,7 +38,7 @@ def profiler_block(
 
 @dataclass(frozen=True)
 class Extent:
-    """How much of a step an attempt runs.
+    """The extent of an attempt: a whole step, or a part of one.
 
     Attributes:
         is_trial: whether nobody commits the attempt. No look, no graphs, no other rank

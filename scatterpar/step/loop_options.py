@@ -1,4 +1,4 @@
-"""What a loop of another library sets on the engine that computes its steps."""
+"""The options that another library's loop sets on the engine."""
 
 from __future__ import annotations
 

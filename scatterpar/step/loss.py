@@ -117,7 +117,7 @@ def loss_and_numbers_in(result: Any) -> tuple[Tensor, NumbersToLog]:
 
 
 def _loss_in(output: Any) -> Any:
-    """What a module returns as its loss: its output, or ``.loss`` or ``["loss"]``."""
+    """The loss in a module's output: the output, or its ``.loss`` or ``["loss"]``."""
     if isinstance(output, Mapping) and "loss" in output:
         return output["loss"]
     if isinstance(output, Tensor):
@@ -148,7 +148,7 @@ def scalar_loss(loss: Any, source: str) -> Tensor:
 
 
 def _instead_of(loss: Any, source: str) -> str:
-    """What to pass or return for a loss that is no tensor, but may have one in it."""
+    """The remedy for a loss that is no tensor, but may have one in it."""
     entries: dict[Any, Any] = {}
     if isinstance(loss, Mapping):
         entries = dict(loss)

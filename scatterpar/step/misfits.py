@@ -1,4 +1,4 @@
-"""Errors and notes for calls of the user's functions that their arguments do not fit.
+"""Errors and notes for user functions that are called with other arguments.
 
 They are made after a call has failed. So a call that fits costs nothing.
 """

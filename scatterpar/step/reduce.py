@@ -389,7 +389,7 @@ def lists_in_outputs(batches: Sequence[Batch]) -> Lists:
 def returned_outputs(
     attempt: Attempt, outputs: Sequence[Sequence[Any]]
 ) -> tuple[Any, ...]:
-    """What ``return_outputs`` asks for, in the order of the rows.
+    """The outputs that ``return_outputs`` selects, in the order of the rows.
 
     One entry per replica; in turns one of all rows.
     """

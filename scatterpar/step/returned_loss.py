@@ -1,4 +1,4 @@
-"""What is told of the losses that a step returns, if their loop is one of plain torch.
+"""The errors and warnings for returned losses that a loop uses as plain torch's.
 
 ::
 

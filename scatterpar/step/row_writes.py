@@ -1,4 +1,4 @@
-"""Tensors of a batch that user code writes: replicas have copies, so this is told once.
+"""Find the tensors of a batch that user code writes, and warn once by name.
 
 ::
 
@@ -30,7 +30,7 @@ RowAccess = tuple[str, str]  # who has written, and what
 
 
 class KnownWrites:
-    """What calls of one engine, or of one of the pair, have written so far.
+    """The writes of calls so far, of one engine or of the pair.
 
     Attributes:
         told: the entries that were told.

@@ -183,11 +183,11 @@ class Schedule:
     graphs = "eager: graphs=False"
 
     def substeps(self, attempt: Attempt, task: ReplicaTask) -> Substeps:
-        """What runs the sub-steps of one replica in one step."""
+        """Returns the object that runs the sub-steps of one replica in one step."""
         return Substeps(task, attempt.request)
 
     def without_graphs(self, why: str) -> str:
-        """What the report says of a step of another schedule."""
+        """The words of the report for a step of another schedule."""
         return f"eager: {why}"
 
     def recovers_from(self, _: Exception) -> bool:

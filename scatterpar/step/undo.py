@@ -1,4 +1,4 @@
-"""What a failed step puts back: values of tensors, ``.grad``, random generators."""
+"""Restore after a failed step: values of tensors, ``.grad``, random generators."""
 
 from __future__ import annotations
 

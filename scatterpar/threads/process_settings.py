@@ -173,7 +173,7 @@ FULL_FLOAT32 = ForAllThreads(_full_float32)
 
 
 def settings_of_torch() -> list[Any]:
-    """What operators of torch depend on beside their arguments, to be compared."""
+    """The settings on which operators of torch depend, to be compared."""
     return _read_all(_READERS_OF_TORCH)
 
 

@@ -303,7 +303,7 @@ class Workers:
             raise
 
     def results_of(self, job: Job, deadline: float = math.inf) -> list[Any]:
-        """What the calls of a job return, in their order; its first error is raised."""
+        """Returns the results of a job's calls, in order; raises its first error."""
         try:
             self._wait(job, deadline)
             error = job.first_error()
@@ -431,7 +431,9 @@ class Workers:
                 tells_at = time.monotonic() + _HANG_SECONDS
 
     def _text_of_waiting(self, job: Job) -> str:
-        """Which calls go on after an interrupt, and in which lines of user code."""
+        """Describe the calls that go on after an interrupt, by their lines of user
+        code.
+        """
         frames = frames_of_threads()
         places: list[str] = []
         for number in sorted(job.busy):

@@ -1,4 +1,4 @@
-"""Whether this version of torch has each private entry point, asked at import."""
+"""Check at import that this version of torch has each private entry point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One question: is what this step computes in parts what plain torch computes at once?
+"""Compare a step in parts with plain torch in one piece, on a few rows.
 
 Before the sub-steps of steps 1, 2, 4, 8, … of a kind of criterion and batch, the engine
 computes a few of the user's rows twice: at once, by the user's own module and criterion

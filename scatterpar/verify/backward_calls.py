@@ -1,4 +1,4 @@
-"""Which modules a backward pass calls, such as activation checkpoints do.
+"""Find the modules that a backward pass calls, as activation checkpoints do.
 
 Replicas that take turns call the user's function one at a time, and their backward
 passes overlap. A backward pass that calls modules again may disturb the call of another

@@ -1,4 +1,4 @@
-"""What user code logs during a look is dropped, because the step logs it again.
+"""Drop what user code logs during a look, because the step logs it again.
 
 A loop of another library asks ``is_look()``, and silences the loggers of its own.
 Warnings are in ``dropped_warnings.py``.

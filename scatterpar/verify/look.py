@@ -403,7 +403,7 @@ class ReplicaLook:
     def _measured(
         self, measure: Callable[[Runs, Part], list[str]], rows: Part
     ) -> list[str]:
-        """What a measurement names; nothing if user code fails in it."""
+        """Run a measurement; empty if user code fails in it."""
         try:
             return measure(self.runs, rows)
         except Exception as error:

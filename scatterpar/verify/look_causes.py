@@ -104,7 +104,7 @@ def combines_in_evaluation(results: LookResults) -> bool:
 
 
 def do_rows_meet(results: LookResults) -> Finding | None:
-    """How far entries of the outputs depend on the other rows, relatively."""
+    """Measure how far entries of the outputs depend on the other rows, relatively."""
     whole, *pieces = results.outputs
     dim = results.request.dim
     difference = difference_by_rows(whole, pieces, results.parts, dim)

@@ -1,4 +1,4 @@
-"""What a look is asked: at which step, and which of its rows it may choose.
+"""The request of a look: the step, and the rows that it may choose.
 
 ::
 

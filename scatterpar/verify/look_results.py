@@ -1,4 +1,4 @@
-"""What the runs of one look gave; further runs are made when a cause asks for them."""
+"""The results of one look's runs; more runs are made when a cause needs them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class LookResults(ComparedResults, SplitEvidence):
 
     @cached_property
     def counts(self) -> list[Count]:
-        """What the loss may divide by, the most usual first."""
+        """The numbers that the loss may divide by, the most usual first."""
         rows = self.rows
         inputs, targets = self.request.batches[0].select(rows).unwrapped(copy=True)
         tensors = named_tensors(targets, "targets")

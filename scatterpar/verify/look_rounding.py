@@ -1,5 +1,4 @@
-"""Is a difference of a look rounding? Who is asked, in which order, and what each of
-them may not decide.
+"""Decide whether rounding explains a difference: in which order, and by what.
 
 ::
 

@@ -29,7 +29,7 @@ State = dict[str, dict[Any, Any]]
 
 
 class SharedTensors:
-    """Which places outside of modules refer to tensors, to see where calls leave some.
+    """Find the places outside of modules that refer to tensors.
 
     Replicas share them: what one leaves there, another one overwrites. Each replica has
     its own of the containers in ``copied``, by ``id``.

@@ -1,4 +1,4 @@
-"""What plain torch refuses for all rows, and broadcasts within a micro-batch.
+"""Find rows that broadcast within a micro-batch, and not in all rows.
 
 ::
 

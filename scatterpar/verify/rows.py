@@ -51,7 +51,7 @@ _SHARE_OF_FIRST_PART = 4 / 7  # of the rows in large parts: the two differ in si
 
 @dataclass(frozen=True, eq=False)
 class RowChoice:
-    """How a look chooses rows of a step, and divides them.
+    """Choose rows of a step for a look, and divide them.
 
     Attributes:
         request: the call, with its largest batch.

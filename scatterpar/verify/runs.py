@@ -51,7 +51,7 @@ from scatterpar.verify.user_code import UserCode
 
 @dataclass
 class RunResult:
-    """What one run gave.
+    """The result of one run.
 
     Attributes:
         result: the sum of the results of the parts, times their weights.

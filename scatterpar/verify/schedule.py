@@ -172,7 +172,7 @@ _STEPS_PER_LOOK = 100
 
 
 class Stage(enum.Enum):
-    """What the looks at a kind have said so far.
+    """The state of the looks at one kind of step.
 
     ::
 

@@ -156,7 +156,7 @@ class UserCode:
 
     @property
     def of_criterion(self) -> Journal:
-        """What the criterion may change, and all random generators."""
+        """The state that the criterion may change, and all random generators."""
         return self.journals[0]
 
     @property

@@ -1,4 +1,4 @@
-"""What a look makes of a cause: the words, and what becomes of the step.
+"""The verdict on a step for each cause: the words, and what becomes of the step.
 
 The causes and their order are those of ``causes/evidence.py``. The table *Refused,
 told, silent* of ``docs/limits.md`` has an outcome for each.
@@ -31,16 +31,16 @@ _ENTRIES = {"": "", "first": "[:, 1:]", "last": "[:, :-1]"}
 
 
 class Action(enum.Enum):
-    """What the engine does with a step after a look. Values are words of the log."""
+    """The action of the engine after a look. Values are words of the log."""
 
     PROCEED = "right"
-    WARN = "told"
+    WARN = "warned"
     REFUSE = "refused"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of a step, and the words.
+    """The verdict on a step: an action, and the words.
 
     Attributes:
         action: what becomes of the step.
@@ -69,7 +69,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class CallEffects:
-    """What calls of user code do beside their results.
+    """The side effects of calls of user code.
 
     Attributes:
         moved: the names of state that each part moves.
@@ -289,7 +289,7 @@ def other_remedies(results: LookResults, remedy: str) -> list[str]:
 
 
 def remedy_of_compared_rows(results: LookResults) -> str:
-    """What to do with a loss that compares rows."""
+    """The remedy for a loss that compares rows."""
     if results.request.criterion is None:  # whole_batch=True needs one
         return f"{NUMBER_REMEDY}, and pass criterion= and whole_batch=True"
     if results.loss_of_output is None:

@@ -37,7 +37,7 @@ _KEY_LENGTH = 60  # beginnings of warnings that are not repeated
 
 @dataclass(frozen=True)
 class Choice:
-    """What looks say of a step.
+    """The choice that looks make for a step.
 
     Attributes:
         candidate: the way by which losses combine; ``None`` if the arguments of the

@@ -42,9 +42,13 @@ def test_formatted_string_is_one_token():
     assert size.tokens_in("text = f'{name} {count:{width}d}' + other\n") == 5
 
 
-def test_sizes_of_mechanisms_are_about_right():
+@pytest.fixture(scope="module")
+def sizes():
+    return size.sizes_now()
+
+
+def test_sizes_of_mechanisms_are_about_right(sizes):
     """They say what is large; a test that wants more is met by the letter."""
-    sizes = size.sizes_now()
     rows = size.mechanisms()
     assert len(rows) > 30
     all_names = {name for names, _ in rows for name in names}
@@ -54,9 +58,9 @@ def test_sizes_of_mechanisms_are_about_right():
         assert is_close, f"{names}: {told} of {now}; run python -m tests.size --write"
 
 
-def test_page_of_sizes_changes_nothing_else():
+def test_page_of_sizes_changes_nothing_else(sizes):
     page = size.PAGE.read_text("utf-8")
-    written = size.page_with_sizes(size.sizes_now())
+    written = size.page_with_sizes(sizes)
     assert re.sub(r"\| [\d,]+ \|", "", written) == size.re.sub(
         r"\| [\d,]+ \|", "", page
     )

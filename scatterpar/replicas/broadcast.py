@@ -17,6 +17,7 @@ from scatterpar.devices.coalescing import (
     empty_like_on,
     messages,
     pack,
+    shareable_storage,
     tree_pairs,
 )
 from scatterpar.devices.copies import to_numbers
@@ -350,16 +351,23 @@ class Broadcast:
 
 
 def _layout(contents: ModuleContents) -> list[Any]:
-    """Per tensor: the tensors on which copies depend, and whether it is a parameter."""
-    return [
-        (
-            key,
-            key in contents.weights,
-            type(tensor),
-            tensor.dtype,
-            tensor.device,
-            tensor.shape,
-            tensor.stride(),
+    """Per tensor: what copies depend on, and whether it is a parameter.
+
+    Of buffers that share memory also where they are in it, as copies share it, too.
+    """
+    layout: list[Any] = []
+    first_in_storage: dict[int, int] = {}  # its number, by the storage's address
+    for number, (key, tensor) in enumerate(contents.tensors.items()):
+        is_weight = key in contents.weights
+        address = None if is_weight else shareable_storage(tensor)
+        place = None
+        if address is not None:
+            first = first_in_storage.setdefault(address, number)
+            place = (first, tensor.storage_offset()) if first != number else None
+        layout.append(
+            (
+                *(key, is_weight, type(tensor), tensor.dtype, tensor.device),
+                *(tensor.shape, tensor.stride(), place),
+            )
         )
-        for key, tensor in contents.tensors.items()
-    ]
+    return layout

@@ -360,3 +360,16 @@ def test_inference_of_a_training_module_keeps_it(devices):
     with ScatterOnceParallel(net, 1, devices(2)) as engine, torch.no_grad():
         engine(BATCH[0])
     assert net.old is net.new
+
+
+def test_users_exchange_of_a_storage_is_followed(devices):
+    """Replicas have the same shapes then, and other buffers that share memory."""
+    net = made(other_is_written)
+    with ScatterOnceParallel(net, 1, devices(2)) as engine:
+        engine.forward_backward(*BATCH, CRITERION)
+        net.new.data = net.old
+        net.calls.fill_(5)
+        plain = copy.deepcopy(net)
+        plain.new.data = plain.old
+        loss = engine.forward_backward(*BATCH, CRITERION)
+        assert_close(loss, CRITERION(plain(BATCH[0]), BATCH[1]).detach(), "loss")

@@ -140,9 +140,7 @@ def test_what_no_call_reads_is_not_told(devices, forward):
 
 
 def test_calls_that_draw_nothing_find_same_generator(devices):
-    """Looks of engines in two threads once left it as one of them had seeded it: each
-    sought seeds, though nothing had been drawn.
-    """
+    """Looks of engines in two threads once left it as one of them had seeded it."""
     before = torch.get_rng_state()
     reader, writer = os.pipe()  # a look would put a list back
 

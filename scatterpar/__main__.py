@@ -87,10 +87,6 @@ def run() -> NoReturn:
         # as in a shell's background job
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)
-    if not sys.flags.safe_path:
-        # As `python -m` does, so that --model finds a file in the current folder. At
-        # the end, so that no file there hides a library.
-        sys.path.append(os.getcwd())
     try:
         try:
             sys.exit(main(sys.argv[1:]))

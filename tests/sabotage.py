@@ -141,6 +141,15 @@ SABOTAGES = [
         seen_by="test_losses_are_read_when_gradients_are_launched",
     ),
     Sabotage(
+        name="compiled functions run uncompiled in captured sub-steps",
+        promise="fast",
+        file="options/cuda_graphs.py",
+        place="GraphedSubsteps._taped",
+        text="if compiled_calls.were_made():",
+        replacement="if False:",
+        seen_by="test_compiled_functions_stay_compiled",
+    ),
+    Sabotage(
         name="a replay returns the numbers of its capture",
         promise="exact",
         file="options/tape.py",

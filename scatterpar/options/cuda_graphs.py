@@ -72,7 +72,7 @@ from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.tables import shown
 from scatterpar.threads.process_settings import settings_of_torch
-from scatterpar.torch_private.compiler import CompileFn
+from scatterpar.torch_private.compiler import CompileFn, compiled_calls
 from scatterpar.torch_private.graphs import (
     capturing_on,
     free_cublas_workspaces,
@@ -98,6 +98,10 @@ _REMEDIES = (
 _OUT_OF_MEMORY = "memory ran out with them"
 _LOGS = "has a criterion that returns numbers to log, which graphs do not keep"
 _WITHOUT_VALUE = object()  # in the place of a context variable without a value
+_COMPILED_FUNCTION = (
+    "calls a function that torch.compile has compiled, and code runs either compiled "
+    "or captured"
+)
 _COMPILED = "a compiled module runs either compiled or captured"
 
 
@@ -640,7 +644,7 @@ class GraphedSubsteps(Substeps):
         request = self._request
         rows = _separate(task.rows_of(number))
         tape = Tape(device, nested.tensors(rows))
-        with tape:
+        with tape, compiled_calls.watched():
             output, loss, numbers = forward(task, rows, number)
         if is_measured:
             graph.num_bytes = memory.num_allocated_bytes(device) - num_bytes
@@ -659,6 +663,8 @@ class GraphedSubsteps(Substeps):
         tape.end()
         if numbers:
             tape.obstacle = _LOGS
+        if compiled_calls.were_made():
+            tape.obstacle = _COMPILED_FUNCTION
         return tape, detached(loss), returned
 
     def _checked_run(

@@ -8,7 +8,8 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -156,3 +157,51 @@ def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
 def uncompiled() -> contextlib.AbstractContextManager[None]:
     """In the body nothing is compiled or runs compiled, in any thread."""
     return _eager if _DYNAMO in sys.modules else contextlib.nullcontext()
+
+
+class CompiledCalls:
+    """Calls of compiled functions by the threads of bodies of ``watched``.
+
+    In a body of ``uncompiled`` they run as plain Python, and nothing else shows that.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.local()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """In the body, ``were_made`` knows of this thread's calls."""
+        self._thread.were_made = False
+        if _DYNAMO not in sys.modules:  # nothing can be compiled
+            yield
+            return
+        with self._noted_in_all_threads:
+            yield
+
+    def were_made(self) -> bool:
+        """Whether this thread has called a compiled function in its latest body."""
+        return bool(self._thread.were_made)
+
+    @functools.cached_property
+    def _noted_in_all_threads(self) -> ForAllThreads:
+        return ForAllThreads(self._noted)
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        # Each compiled function asks it what to do, whatever the stance is.
+        callback_of = find(_DYNAMO, "_callback_from_stance")
+
+        def noted_callback_of(callback: Any) -> Any:
+            if callback is not None and callback is not False:
+                self._thread.were_made = True
+            return callback_of(callback)
+
+        module: Any = sys.modules[_DYNAMO]
+        module._callback_from_stance = noted_callback_of
+        try:
+            yield
+        finally:
+            module._callback_from_stance = callback_of
+
+
+compiled_calls = CompiledCalls()

@@ -718,6 +718,49 @@ def test_compiled_modules_told_once_if_asked(two_places, rows, compile_it):
         assert "either compiled or captured" in engine.last_step.graphs
 
 
+def compiled_counting(function):
+    """``function`` compiled, and its calls that ran compiled."""
+    calls = []
+
+    def backend(graph_module, _):
+        def run(*arguments):
+            calls.append(1)
+            return graph_module.forward(*arguments)
+
+        return run
+
+    torch.compiler.reset()  # a function is compiled a few times at most
+    return torch.compile(function, backend=backend), calls
+
+
+@pytest.mark.parametrize("where", ["criterion", "forward"])
+@pytest.mark.parametrize("graphs", [True, None])
+def test_compiled_functions_stay_compiled(waiting, two_places, rows, where, graphs):
+    """In a captured sub-step they ran uncompiled, and nobody was told."""
+    function, calls = compiled_counting(lambda x: x.tanh() * 2)
+    if where == "forward":
+        model, criterion = of_body(lambda model, x: function(model.body(x))), LOSS
+    else:
+        model = of_body(lambda model, x: model.body(x))
+
+        def criterion(output, targets):
+            return LOSS(function(output), targets)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with graphed(model, 4, two_places, graphs=graphs) as engine:
+            for _ in range(8):
+                calls.clear()
+                assert_step(engine, *rows, criterion)
+            report = engine.last_step.graphs
+    assert report.startswith("eager: Of calls a function that torch.compile has")
+    # The oracle has one more call.
+    assert len(calls) == 8 + 1
+    texts = [str(warning.message) for warning in told]
+    is_told = ["graphs=True" in text for text in texts]
+    assert is_told.count(True) == (graphs is True)
+
+
 # --- whole or not at all ---
 
 

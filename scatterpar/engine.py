@@ -529,7 +529,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             # A library's loop may skip a batch, and its backward pass, on purpose.
             if deferred and not self.loop.loss_name:
                 self._loss_watch.begin(loss)
-            self.last_step = outcome.report(waited, schedule.graphs)
+            self.last_step = outcome.report(waited, schedule)
             self.chosen = outcome.request.candidate
         return (loss, outcome.outputs) if call.return_outputs else loss
 
@@ -561,7 +561,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         if not call.whole_batch:
             return self._one_pass
         schedule = TwoPasses(call, self._ranks)
-        schedule.graphs = self._one_pass.without_graphs(
+        schedule.why_eager = self._one_pass.without_graphs(
             "whole_batch=True has one loss, after all sub-steps"
         )
         return schedule

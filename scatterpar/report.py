@@ -3,9 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 from scatterpar.plan import Plan
 from scatterpar.tables import Printed, as_html, as_text
+
+
+class GraphReport(str):
+    """What became of sub-steps as graphs; prints as a sentence, which is its text.
+
+    Attributes:
+        replayed: the number of sub-steps that were replayed.
+        total: the number of sub-steps of all replicas.
+        why: why none was; empty if a step ran with graphs.
+    """
+
+    replayed: int
+    total: int
+    why: str
+
+    def __new__(cls, replayed: int = 0, total: int = 0, why: str = "") -> Self:
+        """A text, because programs search it for words."""
+        text = f"eager: {why}" if why else f"{replayed} of {total} sub-steps replayed"
+        report = super().__new__(cls, text)
+        report.replayed = replayed
+        report.total = total
+        report.why = why
+        return report
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        """For copies: ``str`` would pass its text."""
+        return self.replayed, self.total, self.why
 
 
 @dataclass(frozen=True)
@@ -24,7 +52,8 @@ class StepReport(Printed):
             spent in the loader, the optimizer and other code of the caller. Zero for
             the first step.
         replica_seconds: for each replica, the seconds that its worker was busy.
-        graphs: how many sub-steps were replayed as graphs, or why none was.
+        graphs: how many sub-steps were replayed as graphs, or why none was; prints as
+            a sentence.
         logged: the numbers that the criterion returned as ``(loss, numbers)``, of the
             whole batch.
     """
@@ -37,7 +66,7 @@ class StepReport(Printed):
     retries: int = 0
     waited: float = 0.0
     replica_seconds: tuple[float, ...] = ()
-    graphs: str = ""
+    graphs: GraphReport = field(default_factory=GraphReport)
     logged: dict[str, float] = field(default_factory=dict)
 
     @property

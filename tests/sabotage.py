@@ -150,6 +150,15 @@ SABOTAGES = [
         seen_by="test_compiled_functions_stay_compiled",
     ),
     Sabotage(
+        name="hooks that come after a capture are not seen",
+        promise="exact",
+        file="options/cuda_graphs.py",
+        place="_ReplicaGraphs.begin",
+        text="[settings_of_torch(), num_hooks]",
+        replacement="[settings_of_torch()]",
+        seen_by="test_hook_that_comes_later_is_seen",
+    ),
+    Sabotage(
         name="a replay returns the numbers of its capture",
         promise="exact",
         file="options/tape.py",

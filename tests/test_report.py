@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import time
 from xml.etree import ElementTree
 
@@ -12,7 +14,7 @@ from torch import nn
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.plan import make_plan
-from scatterpar.report import StepReport
+from scatterpar.report import GraphReport, StepReport
 
 pytestmark = pytest.mark.core
 DEVICES = torch.device("cpu:0"), torch.device("cpu:1")
@@ -73,3 +75,15 @@ def test_step_fills_the_report():
     page = ElementTree.fromstring(f"<div>{report._repr_html_()}</div>")
     cells = {cell.text for cell in page.iter("td")}
     assert {"scatter", "replicate", "compute", "reduce", "cpu:0", "cpu:1"} <= cells
+
+
+def test_graphs_are_a_record_that_prints_as_a_sentence():
+    replayed = GraphReport(15, 16)
+    eager = GraphReport(0, 16, "no gradient is computed")
+    assert str(replayed) == "15 of 16 sub-steps replayed"
+    assert (replayed.replayed, replayed.total, replayed.why) == (15, 16, "")
+    assert str(eager) == "eager: no gradient is computed"
+    assert (eager.replayed, eager.total) == (0, 16)
+    for copied in (copy.deepcopy(eager), pickle.loads(pickle.dumps(eager))):
+        assert copied == eager
+        assert copied.why == eager.why

@@ -43,7 +43,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.devices import memory, streams
@@ -200,11 +200,7 @@ class _Graph:
 
 
 class Captured(Schedule):
-    """One pass, whose sub-steps are captured once and replayed; keeps the graphs.
-
-    Attributes:
-        graphs: what was decided for the latest step, and why.
-    """
+    """One pass, whose sub-steps are captured once and replayed; keeps the graphs."""
 
     def __init__(
         self,
@@ -233,7 +229,7 @@ class Captured(Schedule):
         self._sub_steps: _StepPlan | None = None
         # Of the latest attempt: its times are known when the next one begins.
         self._times: StepTimes | None = None
-        self.graphs = ""
+        self.why_eager = ""
 
     def substeps(self, attempt: Attempt, task: ReplicaTask) -> Substeps:
         """The sub-steps of one replica in one step."""
@@ -248,8 +244,9 @@ class Captured(Schedule):
         self._learn()
         self._sub_steps = None
         why = self._why_eager(attempt)
+        self.replayed = 0
+        self.why_eager = why
         if why:
-            self.graphs = f"eager: {why}"
             computed = super().run(attempt, tasks)
             if not attempt.extent.is_trial and attempt.request.backward:
                 self._times = _times_of(attempt, computed)
@@ -258,17 +255,16 @@ class Captured(Schedule):
                 self._decision.refuse(_OUT_OF_MEMORY)
             return computed
         self._decision.steps += 1
+        num_hooks = _num_hooks(attempt.replicas.of_model.root)
         for task in tasks:
-            self._by_replica[task.share.replica].begin(task)
+            self._by_replica[task.share.replica].begin(task, num_hooks)
         self._sub_steps = sub_steps = _StepPlan(
             tasks, attempt, self._by_replica, self._decision.steps
         )
         computed = super().run(attempt, tasks)
         self._times = _times_of(attempt, computed)
         self._decision.confirm()
-        count = sub_steps.replays
-        total = sum(len(task.weights) for task in tasks)
-        self.graphs = f"{count} of {total} sub-steps replayed"
+        self.replayed = sub_steps.replays
         if self._decision.refusal:
             self._end_graphs()
         return computed
@@ -310,7 +306,7 @@ class Captured(Schedule):
     def _end_graphs(self) -> None:
         """Free all graphs, for which there is a reason, and say it."""
         self._forget()
-        self.graphs = f"eager: {self._decision.refusal}"
+        self.why_eager = self._decision.refusal
         # In the caller's thread: a warning names the line of the user's.
         self._decision.tell(self._decision.refusal)
 
@@ -377,7 +373,7 @@ def schedule_of(options: EngineOptions, compile_fn: CompileFn | None) -> Schedul
     kinds = {device.type for device in options.device_ids}
     if options.graphs is None and not all(map(_captures, kinds)):
         schedule = Schedule()
-        schedule.graphs = f"eager: {', '.join(sorted(kinds))} captures nothing"
+        schedule.why_eager = f"{', '.join(sorted(kinds))} captures nothing"
         return schedule
     return Captured(options, compile_fn)
 
@@ -394,6 +390,15 @@ def _obstacle(options: EngineOptions, compile_fn: CompileFn | None) -> str:
     if options.buffers == "batch":
         return 'buffers="batch" needs Python in every sub-step'
     return ""
+
+
+def _num_hooks(module: nn.Module) -> int:
+    """The number of hooks on a module and its parts."""
+    number = 0
+    for part in module.modules():
+        number += len(part._forward_hooks) + len(part._forward_pre_hooks)
+        number += len(part._backward_hooks) + len(part._backward_pre_hooks)
+    return number
 
 
 def _has_room(device: torch.device, size: int) -> bool:
@@ -943,10 +948,12 @@ class _ReplicaGraphs:
         self._state: list[Any] = []
         self.forget()
 
-    def begin(self, task: ReplicaTask) -> None:
-        """Before a step: drop the graphs if their memory has been exchanged."""
+    def begin(self, task: ReplicaTask, num_hooks: int) -> None:
+        """Before a step: drop the graphs if their memory has been exchanged, or hooks
+        have come or gone, which may run no operator.
+        """
         # The tape of one replica says nothing of the addresses of another one.
-        state: list[Any] = [settings_of_torch()]
+        state: list[Any] = [settings_of_torch(), num_hooks]
         # Gradients are known by the positions of their leaves.
         state += [leaf.data_ptr() for leaf in task.leaves]
         for replica in task.replicas:

@@ -192,9 +192,8 @@ class Tape(OperatorMode):
         has_host = self._has_host
         origins = self._origins
         memory = self._memory
-        if function is _LIFT and args[0].is_cpu:
-            # Each call has new memory, and its content comes from Python.
-            append(_content(args[0]))
+        if function is _LIFT:
+            self._add_constant(args[0])
         else:
             for kind, value in zip(operator.kinds, args, strict=False):
                 class_of_value = type(value)
@@ -275,6 +274,14 @@ class Tape(OperatorMode):
                 append(kind)  # 1 equals True
                 append(value)
 
+    def _add_constant(self, tensor: Tensor) -> None:
+        """Append what Python has made a tensor of; each call has new memory for it."""
+        if tensor.is_cpu:
+            self.entries.append(_content(tensor))
+            return
+        self.entries.append(_view_key(tensor))
+        self._refuse_constant("torch.tensor(…)")
+
     def _add_tensor(self, tensor: Tensor) -> None:
         """Append where a tensor comes from, and its layout."""
         append = self.entries.append
@@ -333,14 +340,27 @@ class Tape(OperatorMode):
         else:
             self._of_device -= on_host
 
+    def _refuse_constant(self, what: str) -> None:
+        """Note that an operator gets numbers of the host."""
+        if not self.obstacle:
+            self.obstacle = (
+                f"cannot be captured: it copies numbers of the host to the device, in "
+                f"{what}{_place_of_caller()}; make them once, as a buffer, or use "
+                "torch.full and slices"
+            )
+
     def _refuse_value(self, function: Any, args: Sequence[Any]) -> None:
         """See whether an operator waits for values of the device."""
         is_of_device = not self._has_host or any(
             not tensor.is_cpu for tensor in _tensors(args)
         )
-        has_mask = function is not _INDEX or any(
-            index is not None and index.dtype in _MASKS for index in args[1]
+        indices = (
+            [] if function is not _INDEX else [i for i in args[1] if i is not None]
         )
+        if is_of_device and self._has_host and any(i.is_cpu for i in indices):
+            self._refuse_constant("an index of numbers")
+            return
+        has_mask = function is not _INDEX or any(i.dtype in _MASKS for i in indices)
         if is_of_device and has_mask:
             self.obstacle = (
                 f"cannot be captured: it waits for the device, in {function}"

@@ -34,13 +34,13 @@ from scatterpar.replicas.batch_statistics import StepStatistics
 from scatterpar.replicas.buffers import BufferValue
 from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.replicas.shared_buffers import MemoryChanges
-from scatterpar.report import StepReport
+from scatterpar.report import GraphReport, StepReport
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.owners import add_by_owners
 from scatterpar.step.replica_threads import ReplicaNote
 from scatterpar.step.request import Request
 from scatterpar.step.share_losses import total_of
-from scatterpar.step.substeps import Computed, Gradient
+from scatterpar.step.substeps import Computed, Gradient, Schedule
 
 
 @dataclass
@@ -95,9 +95,10 @@ class Outcome:
         # Not copied from the host, which would wait.
         return torch.full((), self.loss, dtype=self.dtype, device=device)
 
-    def report(self, waited: float, graphs: str) -> StepReport:
+    def report(self, waited: float, schedule: Schedule) -> StepReport:
         """The report of the step, which began ``waited`` seconds after the last one."""
         attempt = self.attempt
+        num_substeps = sum(len(share.micro_batches) for share in attempt.plan.shares)
         return StepReport(
             plan=attempt.plan,
             loss=self.loss,
@@ -107,7 +108,7 @@ class Outcome:
             retries=attempt.retries,
             waited=waited,
             replica_seconds=tuple(attempt.threads.seconds),
-            graphs=graphs,
+            graphs=GraphReport(schedule.replayed, num_substeps, schedule.why_eager),
             logged=dict(self.logged),
         )
 

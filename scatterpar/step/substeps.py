@@ -175,20 +175,22 @@ class Schedule:
             many as the module has.
         may_start_again: whether a step that ran out of memory may begin again, with
             more sub-steps.
-        graphs: whether sub-steps of the latest step were replayed, or why not.
+        replayed: the number of sub-steps of the latest step that were replayed.
+        why_eager: why none was; empty with graphs.
     """
 
     replicas_of_criterion: int | None = None
     may_start_again = True
-    graphs = "eager: graphs=False"
+    replayed = 0
+    why_eager = "graphs=False"
 
     def substeps(self, attempt: Attempt, task: ReplicaTask) -> Substeps:
         """Returns the object that runs the sub-steps of one replica in one step."""
         return Substeps(task, attempt.request)
 
     def without_graphs(self, why: str) -> str:
-        """The words of the report for a step of another schedule."""
-        return f"eager: {why}"
+        """Why another schedule has no graphs; a warning, if the user asked for them."""
+        return why
 
     def recovers_from(self, _: Exception) -> bool:
         """Whether an attempt that has raised this error may run again as it is."""

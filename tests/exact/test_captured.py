@@ -12,6 +12,7 @@ import collections
 import contextvars
 import logging
 import random
+import re
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -485,6 +486,47 @@ def test_own_generators_are_never_captured(place, is_seeded):
     assert_never_captured(
         lambda: with_own_generator(is_seeded=is_seeded, device=device)
     )
+
+
+CONSTANTS = {
+    "torch.tensor": lambda x: torch.maximum(x, torch.tensor(0.0, device=x.device)),
+    "new_tensor": lambda x: x * x.new_tensor([1.0] * FEATURES),
+    "an index": lambda x: x[:, [0, 2]],
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_numbers_of_the_host_are_told_with_their_line(name):
+    """Called "computes something else" before, or waiting for the device."""
+    if home().type == "cpu":
+        return  # they are no copies there
+
+    def make():
+        return Program(lambda module, x: CONSTANTS[name](module.body(x)))
+
+    with pytest.warns(match="copies numbers of the host to the device") as told:
+        unequal, _ = unequal_steps(make, [str(home())])
+    assert unequal == []
+    assert re.search(rf"\(line \d+ of {re.escape(__name__)}\)", str(told[0].message))
+
+
+def test_hook_that_comes_later_is_seen():
+    """It runs no operator: the capture would be repeated, and the hook left out."""
+    shapes = []
+
+    def make():
+        shapes.clear()
+        return Program(
+            plain_call,
+            lambda module: module.body.register_forward_hook(
+                lambda _, __, output: shapes.append(output.shape) and None
+            ),
+        )
+
+    with pytest.warns(match="writes or takes from"):
+        results, _ = in_context(make(), True, two_places())
+    assert len(results) == STEPS
+    assert len(shapes) == ACCUM * len(two_places()) * (STEPS - CHANGE + 1)
 
 
 # --- what nothing shows ---

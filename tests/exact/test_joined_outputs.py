@@ -337,7 +337,7 @@ def test_remedy_for_nodes_of_graphs_works(devices, accum):
             words = (
                 r"\(\d+, 4\) for . rows.*list\(output\.split\(sizes\)\).*engine\.map"
             )
-            with pytest.raises(ValueError, match=words) as error:
+            with torch.no_grad(), pytest.raises(ValueError, match=words) as error:
                 call(engine, refused)
             assert "pad=" not in str(error.value)
         of_function = engine.map(of_graphs, Rows(GRAPHS))
@@ -423,7 +423,8 @@ def test_padding_named_for_other_sizes_works(devices):
     model = linear().eval()
     batch = Rows(texts, partial(nn.utils.rnn.pad_sequence, batch_first=True))
     with ScatterOnceParallel(model, 1, devices(2)) as engine:
-        with pytest.raises(ValueError, match=r"; pad .*engine\.map\(…, pad=value\)$"):
+        words = r"; pad .*engine\.map\(…, pad=value\)$"
+        with torch.no_grad(), pytest.raises(ValueError, match=words):
             engine(batch)
         outputs = engine.map(model.forward, batch, pad=0.0)
     expected = model(padded).detach()

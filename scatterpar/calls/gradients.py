@@ -137,7 +137,7 @@ class CallGradients:
     def connect(self, replica_set: ReplicaSet) -> None:
         """Let the replicas' tensors depend on the user's, unless they do."""
         slots = replica_set.slots
-        trained = [slot for slot in slots if slot.is_trained]
+        trained = replica_set.trained
         # A backward pass that does not use these must not reach them: autograd would
         # call their hooks without a gradient, or run a graph that it has freed.
         alone = frozenset(

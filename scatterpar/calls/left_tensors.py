@@ -42,7 +42,10 @@ def join_left_tensors(
         (id(vars(module)), name_of_computed(hook))
         for module, hook in replica_set.computed
     }
-    for number, container, saved in replica_set.changed_containers():
+    changed = list(replica_set.changed_containers())
+    if not changed:
+        return
+    for number, container, saved in changed:
         before = dict(entries_of(saved))
         for key, value in list(entries_of(container)):
             if key in before and before[key] is value:

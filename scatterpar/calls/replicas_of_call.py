@@ -68,7 +68,13 @@ class ReplicasOfCall:
         self._find_boxes()
         replica_set = self.replica_set
         with torch.inference_mode(False), torch.no_grad():
-            replica_set.follow(self._replicated, self.device_ids, may_lack_data=True)
+            replica_set.follow(
+                self._replicated,
+                self.device_ids,
+                may_lack_data=True,
+                # Storages, too, are exchanged without a change of versions.
+                asks_places=self.gradients.were_added,
+            )
             seen = replica_set.builds, replica_set.sends
             reads_values = seen != self._seen or self.gradients.were_added
             present = versions(replica_set.tensors)
@@ -82,9 +88,12 @@ class ReplicasOfCall:
                     pairs = enumerate(zip(present, self._versions, strict=True))
                     written = {n for n, (now, before) in pairs if now != before}
                     changed = written | self._unseen
-                broadcast.send_written(self._unseen, transfers)
-            for replica in replica_set.replicas:
-                replica.refresh_written(changed, reads_values=reads_values)
+                    broadcast.send_written(present, self._unseen, transfers)
+            for number, replica in enumerate(replica_set.replicas):
+                # Calls of the first one are those of the user's module.
+                replica.refresh_written(
+                    changed, reads_values=reads_values, was_called=number > 0
+                )
             self._versions = present
             self._seen = seen
             unseen = set(map(id, written_unseen(replica_set.modules)))

@@ -246,15 +246,16 @@ class Broadcast:
         self._sent = dict(enumerate(present))
         self._last = comparison
 
-    def send_written(self, unseen: Set[int], transfers: Transfers) -> None:
-        """Send the tensors whose versions have changed since they were sent, and those
-        of ``unseen``, whose versions do not tell.
+    def send_written(
+        self, present: Sequence[int], unseen: Set[int], transfers: Transfers
+    ) -> None:
+        """Send the tensors that were sent with another version than the ``present``
+        one, and those of ``unseen``, whose versions do not tell.
 
         No value is read, as ``compare`` does. After a first ``update``.
         """
         if not self._copies:
             return
-        present = versions(self._tensors)
         written = {n for n, sent in self._sent.items() if sent != present[n]}
         changed = written.union(unseen)
         if len(self._sent) < len(present):

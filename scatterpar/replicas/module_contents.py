@@ -90,7 +90,12 @@ class ModuleContents:
         for root in self.roots:
             self._visit(root)
         self._visit_closures()
-        self._leaves = [tensor for tensor in self.tensors.values() if is_leaf(tensor)]
+        # Gradients have dtypes of those that may be trained.
+        self._leaves = [
+            tensor
+            for key, tensor in self.tensors.items()
+            if is_leaf(tensor) and (key in self.weights or tensor.requires_grad)
+        ]
 
     def _visit(self, value: Any) -> None:
         """Find ``value``, and what it holds."""

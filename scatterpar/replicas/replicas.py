@@ -311,12 +311,14 @@ class ReplicaSet:
         *,
         ignores_data: bool = False,
         may_lack_data: bool = False,
+        asks_places: bool = True,
     ) -> None:
         """Make the replicas match ``root``, except in values of tensors.
 
         With ``ignores_data`` also except in data that the modules keep as attributes,
         such as a list of losses: for calls of the user's own modules. Replicas that
-        ``may_lack_data`` need not have copies of data that was shared before.
+        ``may_lack_data`` need not have copies of data that was shared before. If it
+        ``asks_places``, tensors whose storage was exchanged are found.
         """
         self.calls_in_backward.end()  # of a try that has failed
         # By identity: an equal module has other parameters.
@@ -325,7 +327,7 @@ class ReplicaSet:
         self._ignores_data = ignores_data
         self.root = root
         self.device_ids = device_ids
-        if is_new or not self._update_in_place():
+        if is_new or not self._update_in_place(asks_places):
             self._build()
         for module, hook in self.computed:
             set_computed(module, hook)
@@ -358,16 +360,19 @@ class ReplicaSet:
             replica.refresh()
 
     def share_written_data(self) -> None:
-        """Let the replicas share data that a call has left in the user's modules."""
+        """Let the replicas share data that a call has left in the user's modules.
+
+        Call it if ``changed_containers`` has yielded any.
+        """
         assert self._state is not None
-        if not self._state.unchanged() and self._state.value_changes() is None:
+        if self._state.value_changes() is None:
             self._follow_data()
 
     def changed_containers(self) -> Iterator[tuple[int, Any, Any]]:
         """Yield number, container and earlier contents of each of the user's containers
         that has changed since the replicas followed it.
         """
-        if self._state is not None and not self._state.unchanged():
+        if self._state is not None and not self._state.has_same_contents():
             yield from list(self._state.changed())
 
     def exchanges_statistics(self) -> bool:
@@ -402,7 +407,7 @@ class ReplicaSet:
                 # Not zeros: the next step shall see which tensors are used.
                 replica.tensors[slot.number].grad = None
 
-    def _update_in_place(self) -> bool:
+    def _update_in_place(self, asks_places: bool) -> bool:
         """Copy changed plain values, and set which tensors require grad.
 
         Returns ``False`` if anything else has changed, so that new replicas are needed.
@@ -410,7 +415,9 @@ class ReplicaSet:
         step.
         """
         # No state: nothing was built yet, or building failed.
-        if self._state is None or not self.broadcast.adopt_storages():
+        if self._state is None:
+            return False
+        if asks_places and not self.broadcast.adopt_storages():
             return False
         if self.handed_on.begun:  # replicas need memory of their own for these
             return False
@@ -682,6 +689,7 @@ class Replica(ModuleCopy):
             else:
                 self._private.append(tensor)
                 self._sources.append(source)
+        self._own_tensors = [self.tensors[number] for number in self._own]
         self._own_versions = [-1] * len(self._own)
         # Cut once: ``refresh`` puts exchanged storages back, so shapes stay.
         self._messages = messages(dict(enumerate(self._private)))
@@ -718,24 +726,36 @@ class Replica(ModuleCopy):
         for large in self.large:
             if large.find_difference():
                 large.refresh()
-        self._own_versions = versions([self.tensors[number] for number in self._own])
+        self._own_versions = versions(self._own_tensors)
         self.clear_records()
 
-    def refresh_written(self, changed: Set[int], *, reads_values: bool) -> None:
-        """Undo what a forward pass rebound, and copy the sources of buffers.
+    def refresh_written(
+        self, changed: Set[int], *, reads_values: bool, was_called: bool
+    ) -> None:
+        """Undo what a forward pass rebound, if it ``was_called``, and copy the sources
+        of buffers.
 
         Copied are those of ``changed``, by number, and those that the replica has
         written; with ``reads_values`` all, as by ``refresh``. A graph that has saved a
         buffer stays valid.
         """
-        if not self.is_as_refreshed():
+        is_same = not was_called or self.state.unchanged()
+        # Nothing is written where a replica reads, unless something has changed.
+        if changed or reads_values or not is_same:
+            is_same = is_same and all(starmap(Tensor.is_set_to, self._places))
+        if not is_same:
             for tensor, storage in self._places:
                 if not tensor.is_set_to(storage):
                     tensor.data = storage
             self.set_requires_grad(self._slots)
             self.state.restore()
-        own = [self.tensors[number] for number in self._own]
+        is_due = bool(changed) or reads_values
+        if not was_called and not is_due:
+            return
+        own = self._own_tensors
         present = versions(own)
+        if present == self._own_versions and not is_due:
+            return
         large = {id(of_large.copy): of_large for of_large in self.large}
         targets: list[Tensor] = []
         sources: list[Tensor] = []

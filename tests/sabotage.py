@@ -1170,7 +1170,7 @@ SABOTAGES = [
         name="a loss that is not finite is committed in spite of check_finite=True",
         promise="all or nothing",
         file="step/share_losses.py",
-        place="ShareLosses._weighted_sum",
+        place="ShareLosses.read",
         text="if self._check_finite and not math.isfinite(loss):",
         replacement="if False:",
         seen_by="test_non_finite_loss_named_no_change",

@@ -98,7 +98,7 @@ class Outcome:
     def report(self, waited: float, schedule: Schedule) -> StepReport:
         """The report of the step, which began ``waited`` seconds after the last one."""
         attempt = self.attempt
-        num_substeps = sum(len(share.micro_batches) for share in attempt.plan.shares)
+        num_substeps = sum(map(len, attempt.weights.by_share))
         return StepReport(
             plan=attempt.plan,
             loss=self.loss,

@@ -24,6 +24,8 @@ from scatterpar.plan import Share
 from scatterpar.step.logged_numbers import NumbersOfShare, total
 from scatterpar.step.replica_threads import ReplicaNote
 
+_NO_NUMBERS: Mapping[str, float] = {}  # to log
+
 
 class ShareLosses:
     """The losses of a share's sub-steps and the criterion's numbers to log.
@@ -44,9 +46,11 @@ class ShareLosses:
         """Launch one copy of all to the host. ``weights`` are those of the losses."""
         self.dtype = losses[0].dtype
         self._share = share
+        self._note = ReplicaNote(share)
         self._num_losses = len(losses)
         self._weights = weights
         self._numbers = numbers
+        self._has_numbers = numbers.has_any()
         self._check_finite = check_finite
         self._pending = PendingNumbers(torch.stack([*losses, *numbers.tensors()]))
 
@@ -57,28 +61,28 @@ class ShareLosses:
         Raises ``FloatingPointError`` with ``check_finite`` for a loss that is not
         finite.
         """
-        with ReplicaNote(self._share) as note:
-            values = self._pending.read()
-            loss = self._weighted_sum(values[: self._num_losses], note)
-            numbers = values[self._num_losses :]
-            return loss, self._numbers.weighted(numbers, self._weights)
-
-    def _weighted_sum(self, losses: Sequence[float], note: ReplicaNote) -> float:
         total = 0.0
-        # A trial has fewer losses than weights.
-        for sub_step, (loss, weight) in enumerate(
-            zip(losses, self._weights, strict=False)
-        ):
-            if not weight:  # ignores even NaN
-                continue
-            total += loss * weight
-            if self._check_finite and not math.isfinite(loss):
-                note.sub_step = sub_step
-                raise FloatingPointError(
-                    f"the loss is {loss} in replica {self._share.replica} on "
-                    f"{self._share.device}, sub-step {sub_step}; nothing was changed"
-                )
-        return total
+        with self._note:
+            values = self._pending.read()
+            # A trial has fewer losses than weights.
+            losses = values[: self._num_losses]
+            for sub_step, (loss, weight) in enumerate(
+                zip(losses, self._weights, strict=False)
+            ):
+                if not weight:  # ignores even NaN
+                    continue
+                total += loss * weight
+                if self._check_finite and not math.isfinite(loss):
+                    self._note.sub_step = sub_step
+                    raise FloatingPointError(
+                        f"the loss is {loss} in replica {self._share.replica} on "
+                        f"{self._share.device}, sub-step {sub_step}; nothing was "
+                        "changed"
+                    )
+            if not self._has_numbers:
+                return total, _NO_NUMBERS
+            values_of_numbers = values[self._num_losses :]
+            return total, self._numbers.weighted(values_of_numbers, self._weights)
 
 
 def total_of(shares: Sequence[ShareLosses]) -> tuple[float, Mapping[str, float]]:
@@ -94,4 +98,5 @@ def total_of(shares: Sequence[ShareLosses]) -> tuple[float, Mapping[str, float]]
         parts.append(part)
         numbers.append(numbers_of_share)
     # Not sum(): from Python 3.12 on it compensates, and so rounds in another way.
-    return functools.reduce(operator.add, parts), total(numbers)
+    loss = functools.reduce(operator.add, parts)
+    return loss, total(numbers) if any(numbers) else _NO_NUMBERS

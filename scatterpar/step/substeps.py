@@ -208,9 +208,13 @@ class Schedule:
         meeting = meeting_of(attempt)
         with parameter_writes_refused(attempt.replicas.replica_sets):
             results = attempt.threads.run(train, tasks, meeting)
-        losses = [result.losses for result in results]
-        outputs = [result.outputs for result in results]
-        clocks = [result.clock for result in results]
+        losses: list[ShareLosses] = []
+        outputs: list[Sequence[Any]] = []
+        clocks: list[DeviceClock] = []
+        for result in results:
+            losses.append(result.losses)
+            outputs.append(result.outputs)
+            clocks.append(result.clock)
         return Computed(losses, outputs, clocks=clocks)
 
 

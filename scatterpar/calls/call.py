@@ -18,8 +18,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,12 @@ from scatterpar.calls.left_tensors import join_left_tensors
 from scatterpar.calls.lost_state import LostState
 from scatterpar.calls.numbers import BY_ROWS, NumberRule, combined_number, weights_of
 from scatterpar.calls.replicas_of_call import ReplicasOfCall
+from scatterpar.calls.unread_outputs import (
+    entries_by_name,
+    has_loss,
+    needs_join,
+    read_later,
+)
 from scatterpar.causes.batch_normalisation import uses_batch_statistics
 from scatterpar.devices.links import check_links
 from scatterpar.devices.transfers import PHASES
@@ -386,7 +393,14 @@ class Calls:
                 lists != "never" and isinstance(values[0], list)
             )
 
-        return nested.merge(join_atoms, outputs, is_atom)
+        def join(values: Sequence[Any]) -> Any:
+            return nested.merge(join_atoms, values, is_atom)
+
+        if torch.is_grad_enabled() and has_loss(outputs[0]):
+            later = _joined_later(outputs, join)
+            if later is not None:
+                return later
+        return join(outputs)
 
     def _combined(
         self,
@@ -414,6 +428,32 @@ class Calls:
         markers = [atom for atom in atoms if isinstance(atom, Marker)]
         are_marked = any(marker.num_rows is not None for marker in markers)
         return "if clear" if are_marked else "never"
+
+
+def _joined_later(
+    outputs: Sequence[Any], join: Callable[[Sequence[Any]], Any]
+) -> Any | None:
+    """An output whose entries with rows are joined when they are read; if it can be."""
+    if len(set(map(type, outputs))) > 1:
+        return None
+    by_replica = list(map(entries_by_name, outputs))
+    names = by_replica[0].keys()
+    if any(entries.keys() != names for entries in by_replica):
+        return None
+
+    def join_with_graph(values: Sequence[Any]) -> Any:
+        with torch.inference_mode(False), torch.enable_grad():
+            return join(values)
+
+    entries: dict[str, Any] = {}
+    joins: dict[str, Callable[[], Any]] = {}
+    for name in names:
+        values = [of_replica[name] for of_replica in by_replica]
+        if needs_join(values[0]):
+            joins[name] = partial(join_with_graph, values)
+        else:
+            entries[name] = join(values)
+    return read_later(outputs[0], entries, joins)
 
 
 def _output_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -144,12 +144,11 @@ class CallLooks:
 class WeighedEntries:
     """The sum of the entries of outputs with rows, each times a number of its row."""
 
-    __qualname__ = "of all entries of the output"
-
     def __init__(self, places: Sequence[int], dim: int) -> None:
         """``places`` are those of the outputs among the atoms."""
         self._places = places
         self._dim = dim
+        self.__qualname__ = "the output of the module"
 
     def __call__(self, output: Any, numbers: Tensor) -> Tensor:
         """The sum."""

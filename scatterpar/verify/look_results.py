@@ -125,4 +125,6 @@ def name_of_loss(request: Request) -> str:
         return request.loss_name
     function = unbound(criterion)
     name = read_attribute(function, "__qualname__", type(function).__name__)
+    if name.startswith("the "):  # it has a name for texts
+        return str(name)
     return "the criterion" if name == "criterion" else f"the criterion {name}"

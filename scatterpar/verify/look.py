@@ -463,8 +463,8 @@ class ReplicaLook:
 def _require_gradients(expected: Result, run: RunResult) -> None:
     """Raise ``Inconclusive`` if a result cannot be compared, or says nothing."""
     if not expected.is_finite:
-        # A step whose other rows have terms is finite, and may be wrong.
-        raise SaysNothing("a gradient is NaN or infinite", patience=1)
+        # A loss that diverges passes through, as in torch: it is told if it stays.
+        raise SaysNothing("a gradient is NaN or infinite")
     has_gradient = run.num_with_gradient or expected.has_gradient
     # Without gradients, as of reentrant checkpoints, losses are compared alone.
     is_loss_zero = not (expected.gradients or expected.loss or run.result.loss)

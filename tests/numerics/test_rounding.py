@@ -146,13 +146,13 @@ def allowed_tf32(monkeypatch):
 def test_looks_compute_without_tf32(devices, monkeypatch, allowed_tf32):
     """Two right gradients differed by 6 %, where 3 % are allowed."""
     differences = []
-    verdict_of = look._verdict_of
+    verdict_of = look._judged
 
     def recorded(evidence, run):
         differences.append(evidence.difference)
         return verdict_of(evidence, run)
 
-    monkeypatch.setattr(look, "_verdict_of", recorded)
+    monkeypatch.setattr(look, "_judged", recorded)
     for rounds in (False, True):
         if rounds:
             monkeypatch.setattr(look, "_without_tf32", lambda _: nullcontext())

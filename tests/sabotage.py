@@ -1856,7 +1856,7 @@ SABOTAGES = [
         name="NaN is no difference of outputs",
         promise="clear errors",
         file="verify/output_differences.py",
-        place="_difference",
+        place="_difference_of_outputs",
         text="left_out = is_same & ~expected.isfinite()",
         replacement="left_out = ~(actual.isfinite() & expected.isfinite())",
         seen_by="test_outputs_relative_to_largest_entry",

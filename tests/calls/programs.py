@@ -36,13 +36,11 @@ class Program:
         make: makes the module.
         loss: the loss of some rows: ``loss(call, net, rows, labels)``.
         engine_alone: why the pair cannot run it.
-        told: words of a warning, if the results may differ.
     """
 
     make: Callable[[], nn.Module] = mlp
     loss: Callable[..., Tensor] = cross_entropy
     engine_alone: str = ""
-    told: str = ""
 
 
 class Own(nn.Module):

@@ -8,7 +8,7 @@ import torch
 from harness.oracle import assert_gradients, build, gradients, randint, randn
 
 from calls.programs import PROGRAMS, SELECTING
-from scatterpar import ScatterOnceParallel
+from scatterpar import DataParallelModel, ScatterOnceParallel, gather
 
 LAYOUTS = [["cpu"], ["cpu"] * 2, ["cpu:0", "cpu:1"], ["cpu:0", "cpu:1", "cpu:0"]]
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids="+".join)
@@ -51,6 +51,26 @@ def test_program_equals_plain_torch(name, layout):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_accumulated_program_equals_plain_torch(name, layout, calls):
     check_program(PROGRAMS[name], layout, calls)
+
+
+OF_THE_PAIR = [name for name, program in PROGRAMS.items() if not program.engine_alone]
+
+
+@pytest.mark.parametrize("calls", [1, pytest.param(3, marks=pytest.mark.slow)])
+@layouts
+@pytest.mark.parametrize("name", OF_THE_PAIR)
+def test_program_of_the_pair_equals_plain_torch(name, layout, calls):
+    program = PROGRAMS[name]
+    net, plain = build(program.make), build(program.make)
+    expected = run(program, plain, plain, contextlib.nullcontext, calls)
+    pair = DataParallelModel(net, layout)
+
+    def call(*args, **kwargs):
+        return gather(pair(*args, **kwargs), "cpu")
+
+    found = run(program, call, net, pair.no_sync, calls)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert_gradients(net, gradients(plain))
 
 
 @layouts

@@ -49,7 +49,7 @@ from scatterpar.options.call_arguments import (
     read_arguments,
     same_arguments,
 )
-from scatterpar.options.cuda_graphs import schedule_of
+from scatterpar.options.graphs.schedule import schedule_of
 from scatterpar.options.map_rows import Mapped, RowFunction, map_rows
 from scatterpar.options.whole_batch import TwoPasses
 from scatterpar.plan import Plan, make_plan

@@ -79,7 +79,7 @@ SABOTAGES = [
     Sabotage(
         name="a criterion that logs has its numbers dropped by a CUDA graph",
         promise="exact",
-        file="options/cuda_graphs.py",
+        file="options/graphs/replay.py",
         place="GraphedSubsteps._taped",
         text="if numbers:",
         replacement="if False:",
@@ -88,7 +88,7 @@ SABOTAGES = [
     Sabotage(
         name="a tape that compares nothing",
         promise="exact",
-        file="options/tape.py",
+        file="options/graphs/tape.py",
         place="difference",
         text="if before.entries == now.entries:",
         replacement="if True:",
@@ -97,7 +97,7 @@ SABOTAGES = [
     Sabotage(
         name="a tape does not tell views of one memory apart",
         promise="exact",
-        file="options/tape.py",
+        file="options/graphs/tape.py",
         place="_view_key",
         text="tensor.stride(),",
         replacement="",
@@ -106,7 +106,7 @@ SABOTAGES = [
     Sabotage(
         name="each step proves the first replica",
         promise="exact",
-        file="options/cuda_graphs.py",
+        file="options/graphs/proofs.py",
         place="_to_prove",
         text="in_turn = [*numbers[first:], *numbers[:first]]",
         replacement="in_turn = numbers[:1]",
@@ -115,7 +115,7 @@ SABOTAGES = [
     Sabotage(
         name="a replay draws on from generators of the module's own",
         promise="exact",
-        file="options/tape.py",
+        file="options/graphs/tape.py",
         place="Tape._name_of",
         text="if _is_of_replica(generator):",
         replacement="if True:",
@@ -124,7 +124,7 @@ SABOTAGES = [
     Sabotage(
         name="context variables that a sub-step sets are not seen",
         promise="exact",
-        file="options/cuda_graphs.py",
+        file="options/graphs/replay.py",
         place="GraphedSubsteps._moved_on_host",
         text="if now.context.get(variable, _WITHOUT_VALUE) is not value:",
         replacement="if False:",
@@ -143,7 +143,7 @@ SABOTAGES = [
     Sabotage(
         name="compiled functions run uncompiled in captured sub-steps",
         promise="fast",
-        file="options/cuda_graphs.py",
+        file="options/graphs/replay.py",
         place="GraphedSubsteps._taped",
         text="if compiled_calls.were_made():",
         replacement="if False:",
@@ -152,8 +152,8 @@ SABOTAGES = [
     Sabotage(
         name="hooks that come after a capture are not seen",
         promise="exact",
-        file="options/cuda_graphs.py",
-        place="_ReplicaGraphs.begin",
+        file="options/graphs/captures.py",
+        place="ReplicaGraphs.begin",
         text="[settings_of_torch(), num_hooks]",
         replacement="[settings_of_torch()]",
         seen_by="test_hook_that_comes_later_is_seen",
@@ -161,7 +161,7 @@ SABOTAGES = [
     Sabotage(
         name="a replay returns the numbers of its capture",
         promise="exact",
-        file="options/tape.py",
+        file="options/graphs/tape.py",
         place="Tape.add_returned",
         text="self._add_values((value,))",
         replacement="pass",
@@ -170,7 +170,7 @@ SABOTAGES = [
     Sabotage(
         name="a replay returns the object of its capture",
         promise="exact",
-        file="options/tape.py",
+        file="options/graphs/tape.py",
         place="Tape.add_returned",
         text="elif not isinstance(value, Tensor):",
         replacement="elif False:",
@@ -179,7 +179,7 @@ SABOTAGES = [
     Sabotage(
         name="no captured sub-step of a step runs eagerly",
         promise="exact",
-        file="options/cuda_graphs.py",
+        file="options/graphs/replay.py",
         place="GraphedSubsteps.run",
         text="is_checked = number in self._plan.checked",
         replacement="is_checked = False",
@@ -224,7 +224,7 @@ SABOTAGES = [
     Sabotage(
         name="what a sub-step takes from an iterator is not seen",
         promise="exact",
-        file="options/cuda_graphs.py",
+        file="options/graphs/replay.py",
         place="GraphedSubsteps._run_on_tape",
         text="elif journal is not None and (moved := journal.moved()):",
         replacement="elif False and (moved := ''):",

@@ -52,7 +52,7 @@ from transformers import TrainerCallback, default_data_collator
 from scatterpar import ScatterOnceParallel, count_labels, splitcheck
 from scatterpar.integrations.trainer_loop import TrainerLoop
 from scatterpar.integrations.transformers import ScatterOnceMixin, ScatterOnceTrainer
-from scatterpar.options import cuda_graphs, graph_decision
+from scatterpar.options.graphs import decision, schedule
 
 pytestmark = [pytest.mark.trainers, pytest.mark.draws]
 
@@ -659,9 +659,9 @@ AS_STOCK = ("images", "padded text", "smoothing")
 
 def reported(monkeypatch, *, is_captured):
     """What is said of graphs in each step of engines, on devices that wait."""
-    monkeypatch.setattr(cuda_graphs, "_captures", lambda _: is_captured)
-    monkeypatch.setattr(graph_decision, "_TAIL", 1e9)
-    monkeypatch.setattr(graph_decision, "_LONGEST_RATIO", 1e9)
+    monkeypatch.setattr(schedule, "_captures", lambda _: is_captured)
+    monkeypatch.setattr(decision, "_TAIL", 1e9)
+    monkeypatch.setattr(decision, "_LONGEST_RATIO", 1e9)
     reports = []
     loss = ScatterOnceParallel.loss
 

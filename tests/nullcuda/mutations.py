@@ -38,7 +38,7 @@ WAITS = re.compile(
 FILES = (
     "tests/nullcuda/test_the_path.py",
     "tests/nullcuda/test_streams.py",
-    "tests/options/test_cuda_graphs.py",
+    "tests/options/graphs/test_graphs.py",
     "tests/devices/cards/test_accelerator.py",
 )
 

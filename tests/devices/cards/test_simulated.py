@@ -15,7 +15,7 @@ TESTS = [
         "test_accelerator.py",
         "test_draws.py",
         "test_harsh_accelerator.py",
-        "../../options/test_cuda_graphs.py",
+        "../../options/graphs/test_graphs.py",
         "../../exact/test_captured.py",
     )
 ]

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from scatterpar import Rows, ScatterOnceParallel
-from scatterpar.options import cuda_graphs, graph_decision
+from scatterpar.options.graphs import captures, decision, replay, schedule
 
 pytestmark = [pytest.mark.cuda, pytest.mark.nullcuda]
 
@@ -343,12 +343,12 @@ def test_lone_shapes_not_on_tape(two_places, monkeypatch):
     """Where each micro-batch has a shape of its own, there is nothing to prove."""
     tapes = []
 
-    class Counted(cuda_graphs.Tape):
+    class Counted(replay.Tape):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             tapes.append(self)
 
-    monkeypatch.setattr(cuda_graphs, "Tape", Counted)
+    monkeypatch.setattr(replay, "Tape", Counted)
     model = of_body(mean_of_steps)
     targets = randint(CLASSES, 8).to(home())
 
@@ -407,7 +407,7 @@ def test_many_shapes_replay(two_places, monkeypatch):
             # After a capture all replicas are proved.
             count = 7 if number < 12 else 14
             assert engine.last_step.graphs == f"{count} of 16 sub-steps replayed"
-        monkeypatch.setattr(cuda_graphs, "_SHAPES", 2)
+        monkeypatch.setattr(captures, "_SHAPES", 2)
         for graphs in engine._one_pass._by_replica:
             graphs.forget()
         for length in (2, 3, 2, 3, 4, 3, 4, 2):  # 4 drops 2, and 2 drops 3
@@ -581,9 +581,9 @@ def test_ever_changing_value_is_given_up(two_places):
 @pytest.fixture
 def waiting(monkeypatch):
     """Devices that capture, and wait for the host."""
-    monkeypatch.setattr(cuda_graphs, "_captures", lambda _: True)
-    monkeypatch.setattr(graph_decision, "_TAIL", 1e9)
-    monkeypatch.setattr(graph_decision, "_LONGEST_RATIO", 1e9)
+    monkeypatch.setattr(schedule, "_captures", lambda _: True)
+    monkeypatch.setattr(decision, "_TAIL", 1e9)
+    monkeypatch.setattr(decision, "_LONGEST_RATIO", 1e9)
 
 
 def reports_of(steps, *batch, accum=8, places=(), criterion=LOSS, **options):
@@ -619,7 +619,7 @@ def test_devices_that_wait_are_captured(waiting, rows, two_places, caplog):
 
 
 def test_devices_that_work_are_left_alone(waiting, rows, monkeypatch):
-    monkeypatch.setattr(graph_decision, "_TAIL", -1.0)
+    monkeypatch.setattr(decision, "_TAIL", -1.0)
     assert "have not waited" in reports_of(6, *rows)[-1]
 
 

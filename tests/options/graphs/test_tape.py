@@ -31,8 +31,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.options import cuda_graphs, graph_decision
-from scatterpar.options.tape import RepeatableTape, Tape, difference
+from scatterpar.options.graphs import decision, schedule
+from scatterpar.options.graphs.tape import RepeatableTape, Tape, difference
 
 HOST = torch.device("cpu")
 ROWS, FEATURES, STEPS = 24, 4, 6
@@ -92,9 +92,9 @@ def each_beside(names, *quick):
 @pytest.fixture
 def waiting(monkeypatch):
     """Devices that capture by default, and wait for the host."""
-    monkeypatch.setattr(cuda_graphs, "_captures", lambda _: True)
-    monkeypatch.setattr(graph_decision, "_TAIL", 1e9)
-    monkeypatch.setattr(graph_decision, "_LONGEST_RATIO", 1e9)
+    monkeypatch.setattr(schedule, "_captures", lambda _: True)
+    monkeypatch.setattr(decision, "_TAIL", 1e9)
+    monkeypatch.setattr(decision, "_LONGEST_RATIO", 1e9)
 
 
 @contextlib.contextmanager

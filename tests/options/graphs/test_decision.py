@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scatterpar.options.graph_decision import Decision, GraphStage, StepTimes
+from scatterpar.options.graphs.decision import Decision, GraphStage, StepTimes
 
 
 class Clock:

@@ -1,0 +1,1 @@
+"""Captured sub-steps: whether, which, replayed and proved."""

@@ -3,19 +3,23 @@
     python -m scatterpar train                                   the included images
     python -m scatterpar train --data photos --model resnet18 --pretrained
     python -m scatterpar train --data hfds/food101 --model resnet50 --amp-dtype bfloat16
-    python -m scatterpar train --resume runs/a                   goes on with a run
+    python -m scatterpar train --resume runs/a                   continue this run
 
 A run writes into a folder: metrics.jsonl (a line per epoch), curves.png, best.pt (the
 weights of the best epoch) and checkpoint.pt (of the last epoch, for --resume). Ctrl-C
-ends it after the present step. timm reads pictures, and has networks and optimizers.
+ends it after the present step. All networks except cnn, all optimizers except sgd, and
+the reading of picture files are timm's.
 """
 
 # From top to bottom: a run, its options, its images, its network and optimizer. The
 # engine is built in `Run.__init__`, trains in `Run._train_epoch`, and computes scores
-# in `Run._test`.
+# in `Run._evaluate`.
 #
-# The order of the images, how each is varied, and the random numbers of a step are
-# functions of the seed and the epoch: a resumed run computes the same bits.
+# The order of the images, their augmentation, and the random numbers of a step depend
+# on the seed, the epoch, and the place in the epoch. Nothing else decides them, so a
+# resumed run computes the same bits.
+#
+# A picture is an image in a file, which timm reads. The included images are in memory.
 
 from __future__ import annotations
 
@@ -50,7 +54,8 @@ from scatterpar.recipe import gradual_warmup, linear_scaled_lr, weight_decay_gro
 
 EMBEDDED = "embedded"
 CHECKPOINT = "checkpoint.pt"
-SECONDS_OF_A_LONG_EPOCH = 10.0  # after which half a second for curves is little
+# Drawing takes half a second. After shorter epochs the curves wait for the end.
+SECONDS_OF_A_LONG_EPOCH = 10.0
 
 
 class UsageError(Exception):
@@ -75,8 +80,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"diverged: {error}; a lower --lr-base may help", file=sys.stderr)
         return 1
     except Stopped as stopped:
-        print(f"stopped after {run.epoch} epochs", file=sys.stderr)
-        if run.epoch:
+        print(f"stopped after {run.epochs_done} epochs", file=sys.stderr)
+        if run.epochs_done:
             command = f"python -m scatterpar train --resume {run.folder}"
             print(f"this goes on from there: {command}", file=sys.stderr)
         return 128 + int(stopped.args[0])
@@ -84,16 +89,18 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class Run:
-    """What is trained, on which images, and what was measured so far.
+    """A training run: data, network, optimizer, engine, and the figures so far.
 
     Attributes:
         folder: where the run writes its files.
         engine: computes gradients and scores, on all devices.
-        records: what was measured, a dictionary per completed epoch.
+        records: the figures, a dictionary per completed epoch.
+        signals: the numbers of the signals that `train` has received.
+        bar: the progress bar of `train`, which counts images.
 
     Args:
-        options: of the command line.
-        checkpoint: what the run has saved, if it goes on.
+        options: the values of the command line.
+        checkpoint: what the run has saved, if it is resumed.
     """
 
     def __init__(
@@ -109,27 +116,29 @@ class Run:
         self.optimizer, self.scheduler = build_optimizer(
             options, self.network, self.train_batches
         )
-        model = OnBytes(self.network, self.data.mean, self.data.std)
+        model = WithNormalisation(self.network, self.data.mean, self.data.std)
         devices = options.devices or default_devices()
-        kind = torch.device(devices[0]).type
         self.engine = ScatterOnceParallel(
             model.to(devices[0]),
             device_ids=devices,
             micro_batch_size=options.micro_batch_size,
-            buffers="batch",  # statistics of a whole step, not of a few images
+            buffers="batch",  # running statistics of all rows, not of micro-batches
             check_finite=True,
         )
-        self.criterion = nn.CrossEntropyLoss()
+        self.criterion = nn.CrossEntropyLoss()  # a module: `train` adds a hook
+        # Without --amp-dtype autocast is off. Only float16 needs a scaler.
+        device_type = torch.device(devices[0]).type
         dtype = getattr(torch, options.amp_dtype or "bfloat16")
-        self.autocast = torch.autocast(kind, dtype, enabled=bool(options.amp_dtype))
-        self.scaler = torch.GradScaler(kind, enabled=dtype == torch.float16)
-        # What must be as it was if a run goes on.
-        self.fixed: dict[str, Any] = {
+        is_mixed = options.amp_dtype is not None
+        self.autocast = torch.autocast(device_type, dtype, enabled=is_mixed)
+        self.scaler = torch.GradScaler(device_type, enabled=dtype == torch.float16)
+        # Saved, and compared if the run is resumed.
+        self.must_match: dict[str, Any] = {
             "classes": self.data.classes,
-            "images": [self.train_batches.images, self.test_batches.images],
+            "images": [self.train_batches.num_images, self.test_batches.num_images],
         }
-        # What a step changes.
-        self.parts: dict[str, Any] = {
+        # Saved, and loaded if the run is resumed.
+        self.stateful: dict[str, Any] = {
             "network": self.network,
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,
@@ -144,33 +153,38 @@ class Run:
             raise UsageError(f"--output {self.folder}: {error.strerror}") from error
 
     @property
-    def epoch(self) -> int:
+    def epochs_done(self) -> int:
         """The number of completed epochs."""
         return len(self.records)
 
     def train(self) -> None:
         """Train until the last epoch, and draw the curves. Raises `Stopped`."""
-        images = self.train_batches.images
+        images = self.train_batches.num_images
         print(
             f"writing to {self.folder}: {images:,} images to train on, "
-            f"{self.test_batches.images:,} to test on, {len(self.data.classes)} classes"
+            f"{self.test_batches.num_images:,} to test on, "
+            f"{len(self.data.classes)} classes"
         )
+        # How devices and sub-steps divide the largest batch.
         print(self.engine.plan(math.ceil(self.train_batches.mean_size)))
         with (
-            kept_signals() as self.signals,
+            deferred_signals() as self.signals,
             # Without a terminal there is no bar.
             tqdm(total=self.options.epochs * images, disable=None) as self.bar,
         ):
-            # The engine calls the criterion in each sub-step: the bar moves in a step.
+            # The engine calls the criterion in each sub-step, and a step may take long:
+            # the bar moves in between.
             def move_bar(_: nn.Module, inputs: tuple[Tensor, ...], __: Tensor) -> None:
-                self.bar.update(len(inputs[0]))
+                scores = inputs[0]
+                self.bar.update(len(scores))
 
             self.criterion.register_forward_hook(move_bar)
             try:
-                while self.epoch < self.options.epochs:
+                while self.epochs_done < self.options.epochs:
                     self._run_epoch()
             except RuntimeError:
-                self._stop_if_asked()  # it may have ended workers, too
+                # The loader raises if a signal to all processes ended its workers.
+                self._stop_if_asked()
                 raise
             finally:
                 self._draw()
@@ -182,12 +196,13 @@ class Run:
         start = time.perf_counter()
         rate = self.optimizer.param_groups[0]["lr"]
         train_loss = self._train_epoch()
-        images_per_second = self.train_batches.images / (time.perf_counter() - start)
-        test_loss, accuracy = self._test()
-        best = max((record["accuracy"] for record in self.records), default=-1.0)
+        train_seconds = time.perf_counter() - start
+        images_per_second = self.train_batches.num_images / train_seconds
+        test_loss, accuracy = self._evaluate()
+        best_so_far = max((record["accuracy"] for record in self.records), default=-1.0)
         self.records.append(
             {
-                "epoch": self.epoch + 1,
+                "epoch": self.epochs_done + 1,
                 "train_loss": train_loss,
                 "test_loss": test_loss,
                 "accuracy": accuracy,
@@ -195,16 +210,16 @@ class Run:
                 "images_per_second": images_per_second,
             }
         )
-        if accuracy > best:
+        if accuracy > best_so_far:
             self._save_best()
-        # The epoch counts from here on.
+        # A run that ends before this line repeats the epoch if it is resumed.
         self._save_checkpoint()
-        with replaced(self.folder / "metrics.jsonl") as file:
+        with atomic_file(self.folder / "metrics.jsonl") as file:
             for record in self.records:
                 file.write(json.dumps(record).encode() + b"\n")
         tqdm.write(
-            f"epoch {self.epoch}/{self.options.epochs}: loss {train_loss:.4f}, test "
-            f"loss {test_loss:.4f}, accuracy {accuracy:.2%}, "
+            f"epoch {self.epochs_done}/{self.options.epochs}: loss {train_loss:.4f}, "
+            f"test loss {test_loss:.4f}, accuracy {accuracy:.2%}, "
             f"{images_per_second:,.0f} images/s"
         )
         if time.perf_counter() - start > SECONDS_OF_A_LONG_EPOCH:
@@ -213,74 +228,77 @@ class Run:
     def _train_epoch(self) -> float:
         """Train on each image once. Returns the mean loss."""
         self.engine.train()
-        num_images = 0
+        epoch = self.epochs_done  # counted from 0
+        images_done = 0
         loss_sum = 0.0
-        for images, labels in self.train_batches.of_epoch(self.epoch):
-            seed = seed_of("step", self.options.seed, self.epoch, num_images)
+        for images, labels in self.train_batches.of_epoch(epoch):
+            # Dropout draws the same numbers in a resumed run.
+            seed = seed_of("step", self.options.seed, epoch, images_done)
             torch.manual_seed(seed)
             self.optimizer.zero_grad()
             with self.autocast:
                 loss = self.engine.forward_backward(
                     images, labels, self.criterion, scaler=self.scaler
                 )
-            self.scaler.step(self.optimizer)
+            self.scaler.step(self.optimizer)  # optimizer.step(), if the scaler is off
             self.scaler.update()
             self.scheduler.step()
-            num_images += len(labels)
+            images_done += len(labels)
             loss_sum += float(loss) * len(labels)
-            # The engine's check before a step has moved the bar, too.
-            done = self.epoch * self.train_batches.images + num_images
+            # Correct the bar: the engine's check before a step has moved it, too.
+            done = epoch * self.train_batches.num_images + images_done
             self.bar.update(done - self.bar.n)
-            self.bar.set_postfix(epoch=self.epoch + 1, loss=f"{float(loss):.4f}")
+            self.bar.set_postfix(epoch=epoch + 1, loss=f"{float(loss):.4f}")
             self._stop_if_asked()
-        return loss_sum / num_images
+        return loss_sum / images_done
 
     @torch.no_grad()
-    def _test(self) -> tuple[float, float]:
-        """Returns the mean loss, and the part of the images whose class was found."""
+    def _evaluate(self) -> tuple[float, float]:
+        """Returns the mean loss and the accuracy on the test images."""
         self.engine.eval()
         loss_sum = 0.0
-        num_right = 0
-        for images, labels in self.test_batches.of_epoch(0):
+        num_correct = 0
+        for images, labels in self.test_batches.of_epoch(0):  # all epochs are alike
             with self.autocast:
                 scores = self.engine(images).float().cpu()
             loss_sum += float(cross_entropy(scores, labels, reduction="sum"))
-            num_right += int((scores.argmax(1) == labels).sum())
+            num_correct += int((scores.argmax(1) == labels).sum())
             self._stop_if_asked()
-        num_images = self.test_batches.images
-        return loss_sum / num_images, num_right / num_images
+        num_images = self.test_batches.num_images
+        return loss_sum / num_images, num_correct / num_images
 
     def _stop_if_asked(self) -> None:
+        """Raise `Stopped` if a signal was received."""
         if self.signals:
             raise Stopped(self.signals[0])
 
     def _save_best(self) -> None:
-        """Write the network's weights, as timm reads them."""
+        """Write the weights as timm reads them: without `WithNormalisation`."""
         weights = self.network.state_dict()
-        with replaced(self.folder / "best.pt") as file:
+        with atomic_file(self.folder / "best.pt") as file:
             torch.save({"state_dict": weights, "classes": self.data.classes}, file)
 
     def _save_checkpoint(self) -> None:
         checkpoint = {"options": vars(self.options), "records": self.records}
-        checkpoint |= self.fixed
-        for name, part in self.parts.items():
+        checkpoint |= self.must_match
+        for name, part in self.stateful.items():
             checkpoint[name] = part.state_dict()
-        with replaced(self.folder / CHECKPOINT) as file:
+        with atomic_file(self.folder / CHECKPOINT) as file:
             torch.save(checkpoint, file)
 
     def _load(self, checkpoint: dict[str, Any]) -> None:
-        for name, value in self.fixed.items():
+        for name, value in self.must_match.items():
             if checkpoint[name] != value:
                 raise UsageError(
                     f"--data {self.options.data}: its {name} are not those of the run "
                     f"in {self.folder}; pass the data of that run, or start a new one"
                 )
-        for name, part in self.parts.items():
+        for name, part in self.stateful.items():
             part.load_state_dict(checkpoint[name])
         self.records = checkpoint["records"]
 
     def _draw(self) -> None:
-        """Draw what was measured over epochs, if any."""
+        """Draw losses and accuracy over epochs, unless there is none yet."""
         if not self.records:
             return
         figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -288,49 +306,49 @@ class Run:
         places = {"train_loss": losses, "test_loss": losses, "accuracy": accuracies}
         for name, axes in places.items():
             values = [record[name] for record in self.records]
-            axes.plot(range(1, self.epoch + 1), values, "o-", label=name)
+            axes.plot(range(1, self.epochs_done + 1), values, "o-", label=name)
             axes.set(xlabel="epoch")
             axes.legend()
-        with replaced(self.folder / "curves.png") as file:
+        with atomic_file(self.folder / "curves.png") as file:
             figure.savefig(file, dpi=120)
 
 
 @contextlib.contextmanager
-def kept_signals() -> Iterator[list[int]]:
-    """Yield a list, to which Ctrl-C and SIGTERM are added. A second signal ends the
-    process.
+def deferred_signals() -> Iterator[list[int]]:
+    """Yield a list, to which the first Ctrl-C or SIGTERM is added: the body reads it
+    after each step. A second signal ends the process.
     """
     received: list[int] = []
-    handlers: dict[int, Any] = {}
+    previous_handlers: dict[int, Any] = {}
 
     def receive(number: int, _: object) -> None:
         if received:
-            # Not by an exception, which a library that waits for something may catch.
+            # An exception would not do: a library that waits may catch it.
             os._exit(128 + number)
         received.append(number)
         if hasattr(signal, "SIGCHLD"):
-            # SIGTERM to all processes ends workers, too. The loader's handler would
-            # raise that in the middle of the step.
+            # SIGTERM to all processes ends the loader's workers, too. Then the loader's
+            # handler of SIGCHLD would raise in the middle of the step.
             handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            handlers[signal.SIGCHLD] = handler
-        # Not by print, which the signal may have interrupted.
+            previous_handlers[signal.SIGCHLD] = handler
+        # Not print: the signal may have interrupted another print.
         os.write(2, b"\nending after this step; again: ending now\n")
 
-    for kept in (signal.SIGINT, signal.SIGTERM):
-        # A background job of a shell ignores SIGINT.
-        if signal.getsignal(kept) is not signal.SIG_IGN:
-            handlers[kept] = signal.signal(kept, receive)
+    for deferred in (signal.SIGINT, signal.SIGTERM):
+        # A signal that is ignored stays so, such as SIGINT in a shell's background job.
+        if signal.getsignal(deferred) is not signal.SIG_IGN:
+            previous_handlers[deferred] = signal.signal(deferred, receive)
     try:
         yield received
     finally:
-        for number, handler in handlers.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
-def replaced(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file, which replaces `path` when the body ends. At any time `path` is
-    the old file or the new one.
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a new file, which replaces `path` when the body ends without an exception.
+    At any time `path` is the whole old file or the whole new one.
     """
     part = path.with_name(path.name + ".part")
     with part.open("wb") as file:
@@ -347,7 +365,8 @@ def seed_of(*words: object) -> int:
 
 # --- options ---
 
-# Names of timm's train.py, if it has the option; kind, default and help of each.
+# Names, type, default and help. The names are those of timm's train.py, if it has the
+# option. `fill_in_defaults` sets some of the defaults that are None here.
 OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
     ("--data", str, EMBEDDED, "folder of train/CLASS/ and val/CLASS/; hfds/NAME"),
     ("--train-split", str, "train", "part to train on, also train[:90%%]"),
@@ -370,11 +389,11 @@ OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
     ("--weight-decay", float, 5e-4, "of all but biases and normalisation"),
     ("--seed", int, 0, "of weights, order and augmentation"),
     ("--output", str, None, "folder of the run (default: a new one in runs/)"),
-    ("--resume", str, None, "folder of a run that goes on"),
+    ("--resume", str, None, "folder of a run to continue"),
 )
 ABOVE_ZERO = ("img_size", "batch_size", "micro_batch_size", "epochs", "lr_base")
 ZERO_OR_ABOVE = ("workers", "warmup_epochs", "weight_decay")
-# A run that goes on may have other ones.
+# A resumed run may have other values of these.
 CHANGEABLE = ("data", "workers", "devices", "output", "resume")
 LEARNING_RATES = {"sgd": 0.0125, "adamw": 0.001}  # for 256 images
 
@@ -388,24 +407,24 @@ def option_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for names, kind, default, text in OPTIONS:
-        how: dict[str, Any] = {"type": kind, "metavar": kind.__name__.upper()}
+        keywords: dict[str, Any] = {"type": kind, "metavar": kind.__name__.upper()}
         if kind is list:
-            how = {"nargs": "+", "metavar": "STR"}
+            keywords = {"nargs": "+", "metavar": "STR"}
         if kind is bool:
-            how = {"action": "store_true"}
+            keywords = {"action": "store_true"}
         elif default is not None:
             text += f" (default: {default})"
-        parser.add_argument(*names.split(), default=default, help=text, **how)
+        parser.add_argument(*names.split(), default=default, help=text, **keywords)
     return parser
 
 
 def read_options(
     arguments: Sequence[str],
 ) -> tuple[argparse.Namespace, dict[str, Any] | None]:
-    """Returns the options, and the checkpoint of a run that goes on.
+    """Returns the options, and the checkpoint if a run is resumed.
 
-    Such a run has the options that it began with. The command line may change those
-    that do not decide its result.
+    A resumed run has the options that it has saved. Raises a `UsageError` if the
+    command line has another value for one, unless the option is `CHANGEABLE`.
     """
     parser = option_parser()
     options = parser.parse_args(arguments)
@@ -413,7 +432,8 @@ def read_options(
     if options.resume is not None:
         checkpoint = read_checkpoint(options.resume)
         saved = checkpoint["options"]
-        parser.set_defaults(**saved)  # and read the command line over them
+        # Read the command line again, with the saved options as defaults.
+        parser.set_defaults(**saved)
         options = parser.parse_args(arguments)
         options.output = options.resume
         for name in saved.keys() - CHANGEABLE:
@@ -433,10 +453,10 @@ def read_options(
 
 
 def read_checkpoint(folder: str) -> dict[str, Any]:
-    """Returns what a run has saved."""
+    """Returns what a run has saved. Raises a `UsageError` if it cannot be read."""
     path = Path(folder) / CHECKPOINT
     try:
-        # Code in the file is not executed.
+        # `weights_only`: code in the file is not executed.
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         checkpoint["options"]["data"]  # another program's file has none
     except Exception as error:  # torch.load raises many kinds
@@ -465,7 +485,7 @@ def fill_in_defaults(options: argparse.Namespace) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raise a `UsageError` if a value cannot be meant."""
+    """Raise a `UsageError` for the first value that cannot be used."""
     problems: dict[str, str] = {}
     for name, value in vars(options).items():
         if name in ABOVE_ZERO and value is not None and not 0 < value < math.inf:
@@ -506,26 +526,34 @@ def default_devices() -> list[str]:
 # --- images ---
 
 
-class Images(NamedTuple):
-    """Images as bytes (rows, channels, height, width), their labels, and a line for
-    each picture that cannot be read.
+LAYOUT = (
+    "a data set is a folder with train/CLASS/1.jpg and val/CLASS/2.jpg (splitfolders "
+    "makes one of CLASS/1.jpg), or hfds/NAME"
+)
+
+
+class Piece(NamedTuple):
+    """A piece of a batch: some of its images and labels. If pictures cannot be read, a
+    line for each of them, and no images.
     """
 
-    images: Tensor
+    images: Tensor  # bytes: (rows, channels, height, width)
     labels: Tensor
     unreadable: Sequence[str] = ()
 
 
-class Data(NamedTuple):
-    """What is trained and tested on. A network gets the images standardised, by the
-    mean and the deviation of each channel.
-    """
+# A key of a data set is an epoch and the rows of a piece.
+Key = tuple[int, list[int]]
 
-    train: Dataset[Images]
-    test: Dataset[Images]
+
+class Data(NamedTuple):
+    """The images to train and to test on, and how to normalise them."""
+
+    train: Dataset[Piece]
+    test: Dataset[Piece]
     classes: Sequence[str]
     shape: tuple[int, int, int]  # channels, height, width
-    mean: Tensor
+    mean: Tensor  # of each channel
     std: Tensor
 
 
@@ -539,8 +567,10 @@ def open_data(options: argparse.Namespace) -> Data:
     timm = import_timm(f"--data {options.data}")
     train = open_reader(timm, options, options.train_split)
     test = open_reader(timm, options, options.val_split)
-    # timm takes the folder itself in the place of a part that it lacks.
-    if train.root is not None and len({options.data, train.root, test.root}) < 3:
+    # If a folder lacks a part, timm reads the folder itself in its place. Data of a hub
+    # have no root.
+    roots = {options.data, train.root, test.root}
+    if train.root is not None and len(roots) < 3:
         raise UsageError(f"--data {options.data}: it lacks a part; {LAYOUT}")
     classes = list(train.class_to_idx)
     if classes != list(test.class_to_idx) or len(classes) < 2:
@@ -549,9 +579,11 @@ def open_data(options: argparse.Namespace) -> Data:
             f"they have {classes!s:.200} and {list(test.class_to_idx)!s:.200}"
         )
     config = image_config(timm, options)
+    train_transform = build_transform(timm, options, config, is_training=True)
+    test_transform = build_transform(timm, options, config, is_training=False)
     return Data(
-        Pictures(train, build_transform(timm, options, config, True), options.seed),
-        Pictures(test, build_transform(timm, options, config, False), options.seed),
+        Pictures(train, train_transform, options.seed),
+        Pictures(test, test_transform, options.seed),
         classes,
         config["input_size"],
         mean=255 * torch.tensor(config["mean"]),
@@ -560,21 +592,22 @@ def open_data(options: argparse.Namespace) -> Data:
 
 
 def image_config(timm: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the size, mean, deviation and so on of a network's images."""
-    known = None
+    """Returns timm's description of a network's images: their size, mean, and so on."""
+    pretrained = None
     if options.model != "cnn":
         try:
-            known = timm.get_pretrained_cfg(options.model)
+            pretrained = timm.get_pretrained_cfg(options.model)
         except RuntimeError as error:  # of an unknown tag, such as resnet18.wrong
             raise UsageError(f"--model {options.model}: {in_a_line(error)}") from error
     config: dict[str, Any] = timm.data.resolve_data_config(
-        {"img_size": options.img_size}, pretrained_cfg=known.to_dict() if known else {}
+        {"img_size": options.img_size},
+        pretrained_cfg=pretrained.to_dict() if pretrained else {},
     )
     return config
 
 
 def build_transform(
-    timm: Any, options: argparse.Namespace, config: Any, is_training: bool
+    timm: Any, options: argparse.Namespace, config: Any, *, is_training: bool
 ) -> Any:
     """Returns timm's function from a picture to a tensor of bytes."""
     try:
@@ -583,7 +616,7 @@ def build_transform(
             is_training=is_training,
             auto_augment=options.aa,
             color_jitter=0.0,
-            normalize=False,  # `OnBytes` does it, on the device
+            normalize=False,  # `WithNormalisation` does it, on the device
         )
     except Exception as error:  # assertions and others, of a wrong policy
         raise UsageError(
@@ -592,14 +625,8 @@ def build_transform(
         ) from error
 
 
-LAYOUT = (
-    "a data set is a folder with train/CLASS/1.jpg and val/CLASS/2.jpg (splitfolders "
-    "makes one of CLASS/1.jpg), or hfds/NAME"
-)
-
-
 def open_reader(timm: Any, options: argparse.Namespace, split: str) -> Any:
-    """Returns timm's list of the pictures of a split, by row: an open file, a label."""
+    """Returns timm's reader of a split: `reader[row]` is an open file and a label."""
     is_folder = os.path.isdir(options.data)
     if not is_folder and not options.data.startswith("hfds/"):
         raise UsageError(f"--data {options.data}: there is no such folder; {LAYOUT}")
@@ -618,8 +645,8 @@ def open_reader(timm: Any, options: argparse.Namespace, split: str) -> Any:
     return dataset.reader
 
 
-class InMemory(Dataset[Images]):
-    """Images that need not be read."""
+class InMemory(Dataset[Piece]):
+    """Images in memory, which are the same in each epoch."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images = images
@@ -628,13 +655,13 @@ class InMemory(Dataset[Images]):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, piece: tuple[int, list[int]]) -> Images:
-        _, rows = piece
-        return Images(self.images[rows], self.labels[rows])
+    def __getitem__(self, key: Key) -> Piece:
+        _, rows = key
+        return Piece(self.images[rows], self.labels[rows])
 
 
-class Pictures(Dataset[Images]):
-    """Pictures in files, which a transform may vary at random."""
+class Pictures(Dataset[Piece]):
+    """Pictures in files. The transform may augment at random, in each epoch anew."""
 
     def __init__(self, reader: Any, transform: Any, seed: int) -> None:
         self.reader = reader
@@ -644,8 +671,8 @@ class Pictures(Dataset[Images]):
     def __len__(self) -> int:
         return len(self.reader)
 
-    def __getitem__(self, piece: tuple[int, list[int]]) -> Images:
-        epoch, rows = piece
+    def __getitem__(self, key: Key) -> Piece:
+        epoch, rows = key
         images: list[Tensor] = []
         labels: list[int] = []
         unreadable: list[str] = []
@@ -658,7 +685,8 @@ class Pictures(Dataset[Images]):
                 name = self.reader.filename(row, absolute=True)
                 unreadable.append(f"{name} ({in_a_line(error)})")
                 continue
-            # timm draws from all three: any worker varies a picture alike.
+            # timm's transforms draw from all three generators. Seeded here, they give
+            # the same image in whichever worker.
             seed = seed_of("image", self.seed, epoch, row)
             random.seed(seed)
             np.random.seed(seed)
@@ -666,30 +694,30 @@ class Pictures(Dataset[Images]):
             images.append(self.transform(picture))
             labels.append(label)
         if unreadable:
-            return Images(torch.empty(0), torch.empty(0), unreadable)
-        return Images(torch.stack(images), torch.tensor(labels))
+            return Piece(torch.empty(0), torch.empty(0), unreadable)
+        return Piece(torch.stack(images), torch.tensor(labels))
 
 
 class ImageBatches:
-    """The batches of a data set, which worker processes read in pieces.
+    """The batches of a data set. Worker processes read each batch in pieces.
 
     Attributes:
-        images: the number of images.
-        number: the number of batches of an epoch, whose sizes differ by one at most.
-        mean_size: the mean size of a batch.
+        num_images: the number of images.
+        num_batches: the number of batches in an epoch. Sizes differ by one at most.
+        mean_size: the mean number of images in a batch.
     """
 
     def __init__(
-        self, data: Dataset[Images], options: argparse.Namespace, *, is_shuffled: bool
+        self, data: Dataset[Piece], options: argparse.Namespace, *, is_shuffled: bool
     ) -> None:
-        self.images = len(data)  # type: ignore[arg-type]
-        self.number = math.ceil(self.images / options.batch_size)
-        self.mean_size = self.images / self.number
+        self.num_images = len(data)  # type: ignore[arg-type]
+        self.num_batches = math.ceil(self.num_images / options.batch_size)
+        self.mean_size = self.num_images / self.num_batches
         self._seed = options.seed if is_shuffled else None
-        # At most 64 pieces per batch: each is an open file in its worker.
+        # At most 64 pieces per batch: a worker needs an open file for each.
         self._piece_size = max(64, math.ceil(options.batch_size / 64))
-        # An epoch and rows, for each piece: what the loader reads next.
-        self._pieces: list[tuple[int, list[int]]] = []
+        # The keys of an epoch's pieces. `of_epoch` writes them, the loader reads them.
+        self._keys: list[Key] = []
         prefetch_factor = None
         if options.workers:
             # Workers read about a batch ahead.
@@ -697,8 +725,8 @@ class ImageBatches:
             prefetch_factor = max(2, pieces_per_batch // options.workers)
         self._loader = DataLoader(
             data,
-            batch_size=None,
-            sampler=self._pieces,
+            batch_size=None,  # an item is a piece, as `data[key]` returns it
+            sampler=self._keys,
             num_workers=options.workers,
             persistent_workers=options.workers > 0,
             prefetch_factor=prefetch_factor,
@@ -707,21 +735,20 @@ class ImageBatches:
 
     def of_epoch(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield images and labels. Raises a `UsageError` for unreadable pictures."""
-        rows = torch.arange(self.images)
+        rows = torch.arange(self.num_images)
         if self._seed is not None:
             seed = seed_of("order", self._seed, epoch)
             generator = torch.Generator().manual_seed(seed)
-            rows = torch.randperm(self.images, generator=generator)
-        batches = [
-            batch.split(self._piece_size) for batch in rows.tensor_split(self.number)
-        ]
+            rows = torch.randperm(self.num_images, generator=generator)
+        batches = rows.tensor_split(self.num_batches)
+        pieces_of_batches = [batch.split(self._piece_size) for batch in batches]
         # In place, because the loader has this list.
-        self._pieces[:] = [
-            (epoch, piece.tolist()) for batch in batches for piece in batch
+        self._keys[:] = [
+            (epoch, piece.tolist()) for pieces in pieces_of_batches for piece in pieces
         ]
         loader = iter(self._loader)
-        for batch in batches:
-            pieces = [next(loader) for _ in batch]
+        for rows_of_pieces in pieces_of_batches:
+            pieces = [next(loader) for _ in rows_of_pieces]
             unreadable = [name for piece in pieces for name in piece.unreadable]
             if unreadable:
                 raise UsageError(
@@ -735,15 +762,15 @@ class ImageBatches:
 
 
 def ignore_interrupts(_: int) -> None:
-    """Leave Ctrl-C, which reaches all processes of a terminal, to the main process."""
+    """Ignore Ctrl-C in a worker: a terminal sends it to all processes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 # --- network and optimizer ---
 
 
-class OnBytes(nn.Module):
-    """Standardises images for a network, on the device: bytes are copied there."""
+class WithNormalisation(nn.Module):
+    """A network that normalises images on the device, to which bytes are copied."""
 
     mean: Tensor
     std: Tensor
@@ -763,22 +790,22 @@ class OnBytes(nn.Module):
 class SmallCNN(nn.Sequential):
     """Three convolutions and a hidden layer, for images of at least 8 x 8."""
 
-    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
+    def __init__(self, image_shape: tuple[int, int, int], num_classes: int) -> None:
         channels, height, width = image_shape
         super().__init__()
-        for outputs in (16, 32, 64):
+        for out_channels in (16, 32, 64):
             # Without a bias: the normalisation would subtract it.
-            self.append(nn.Conv2d(channels, outputs, 3, padding=1, bias=False))
-            self.append(nn.BatchNorm2d(outputs))
+            self.append(nn.Conv2d(channels, out_channels, 3, padding=1, bias=False))
+            self.append(nn.BatchNorm2d(out_channels))
             self.append(nn.ReLU())
             self.append(nn.MaxPool2d(2))
-            channels = outputs
+            channels = out_channels
         self.append(nn.Flatten())
-        places = (height // 8) * (width // 8)
-        self.append(nn.Linear(channels * places, 128, bias=False))
+        positions = (height // 8) * (width // 8)
+        self.append(nn.Linear(channels * positions, 128, bias=False))
         self.append(nn.BatchNorm1d(128))
         self.append(nn.ReLU())
-        self.append(nn.Linear(128, classes))
+        self.append(nn.Linear(128, num_classes))
 
 
 def build_network(options: argparse.Namespace, data: Data) -> nn.Module:
@@ -792,13 +819,13 @@ def build_network(options: argparse.Namespace, data: Data) -> nn.Module:
             pretrained=options.pretrained,
             num_classes=len(data.classes),
             in_chans=data.shape[0],
-            # Of transformers, which are built for a size.
+            # Transformers are built for one size of images.
             pretrained_cfg_overlay={"input_size": data.shape},
         )
     except Exception as error:  # of timm, and of the hub
-        near = similar(options.model, timm.list_models())
+        hint = did_you_mean(options.model, timm.list_models())
         raise UsageError(
-            f"--model {options.model}: {in_a_line(error)}{near}"
+            f"--model {options.model}: {in_a_line(error)}{hint}"
         ) from error
     return network
 
@@ -806,26 +833,31 @@ def build_network(options: argparse.Namespace, data: Data) -> nn.Module:
 def build_optimizer(
     options: argparse.Namespace, network: nn.Module, batches: ImageBatches
 ) -> tuple[Optimizer, LRScheduler]:
-    """Returns the optimizer of `--opt`, and its rates: a warm-up, then a cosine."""
-    rate = linear_scaled_lr(options.lr_base, batches.mean_size)
-    if "ada" in options.opt or "lamb" in options.opt:  # as in timm; arXiv:2205.10287
+    """Returns the optimizer of `--opt`, and its schedule: a warm-up, then a cosine."""
+    # The rate grows with the batch: linearly, or with the square root for adaptive
+    # optimizers (arXiv:2205.10287). timm, too, knows these by their names.
+    if "ada" in options.opt or "lamb" in options.opt:
         rate = options.lr_base * math.sqrt(batches.mean_size / 256)
+    else:
+        rate = linear_scaled_lr(options.lr_base, batches.mean_size)
     if options.opt == "sgd":
         groups = weight_decay_groups(network, options.weight_decay)
-        optimizer: Optimizer = torch.optim.SGD(groups, rate, 0.9, nesterov=True)
+        optimizer: Optimizer = torch.optim.SGD(
+            groups, rate, momentum=0.9, nesterov=True
+        )
     else:
         timm = import_timm(f"--opt {options.opt}")
         try:
             optimizer = timm.optim.create_optimizer_v2(
                 network, options.opt, rate, options.weight_decay
             )
-        except Exception as error:  # each optimizer has its own
-            near = similar(options.opt, timm.optim.list_optimizers())
+        except Exception as error:  # timm's optimizers raise many kinds
+            hint = did_you_mean(options.opt, timm.optim.list_optimizers())
             raise UsageError(
-                f"--opt {options.opt}: {in_a_line(error)}{near}"
+                f"--opt {options.opt}: {in_a_line(error)}{hint}"
             ) from error
-    warmup_steps = options.warmup_epochs * batches.number
-    cosine_steps = options.epochs * batches.number - warmup_steps
+    warmup_steps = options.warmup_epochs * batches.num_batches
+    cosine_steps = options.epochs * batches.num_batches - warmup_steps
     scheduler: LRScheduler = CosineAnnealingLR(optimizer, cosine_steps)
     if warmup_steps:
         start = rate / (warmup_steps + 1)
@@ -834,8 +866,8 @@ def build_optimizer(
 
 
 def import_timm(reason: str) -> Any:
-    """Returns timm, whose import takes seconds. Raises a `UsageError` if it is missing,
-    or needs another torchvision.
+    """Import timm, which takes seconds. Raises a `UsageError` if timm is missing or the
+    torchvision does not fit; the message begins with `reason`.
     """
     try:
         for module in ("timm.data", "timm.optim"):
@@ -848,10 +880,10 @@ def import_timm(reason: str) -> Any:
         ) from error
 
 
-def similar(name: str, names: Iterable[str]) -> str:
-    """Returns a question with those of the names that are similar to a wrong one."""
-    near = difflib.get_close_matches(name, names)
-    return f"; did you mean {', '.join(near)}?" if near else ""
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Returns "; did you mean …?" with the most similar names, or an empty string."""
+    matches = difflib.get_close_matches(name, names)
+    return f"; did you mean {', '.join(matches)}?" if matches else ""
 
 
 def in_a_line(error: BaseException) -> str:

@@ -228,7 +228,7 @@ class Killed(BaseException):
     """Ends a run as a killed process does."""
 
 
-@pytest.mark.parametrize("place", ["_train_epoch", "_test"])
+@pytest.mark.parametrize("place", ["_train_epoch", "_evaluate"])
 @pytest.mark.parametrize("done", [1, 2])
 def test_resumed_run_ends_with_the_same_bits(whole, tmp_path, monkeypatch, place, done):
     folder = tmp_path / "run"
@@ -236,7 +236,7 @@ def test_resumed_run_ends_with_the_same_bits(whole, tmp_path, monkeypatch, place
 
     def killed(self):
         result = method(self)
-        if self.epoch == done:
+        if self.epochs_done == done:
             raise Killed
         return result
 
@@ -306,7 +306,7 @@ def test_second_signal_ends_the_process(monkeypatch):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
     before = signal.getsignal(signal.SIGINT)
-    with train.kept_signals() as received:
+    with train.deferred_signals() as received:
         os.kill(os.getpid(), signal.SIGINT)
         assert (received, ended) == ([signal.SIGINT], [])
         os.kill(os.getpid(), signal.SIGINT)
@@ -330,7 +330,7 @@ def test_file_is_old_or_new(tmp_path):
     file.write_bytes(b"old")
 
     def write_half():
-        with train.replaced(file) as new:
+        with train.atomic_file(file) as new:
             new.write(b"half")
             new.flush()
             assert file.read_bytes() == b"old"
@@ -339,7 +339,7 @@ def test_file_is_old_or_new(tmp_path):
     with pytest.raises(Killed):
         write_half()
     assert file.read_bytes() == b"old"
-    with train.replaced(file) as new:
+    with train.atomic_file(file) as new:
         new.write(b"new")
     assert file.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [file]

@@ -299,7 +299,7 @@ def _convolution(
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "cnn": lambda: SmallCNN((1, 28, 28), classes=10),
+    "cnn": lambda: SmallCNN((1, 28, 28), num_classes=10),
     "tiny": tiny_cnn,
 }
 

@@ -64,6 +64,6 @@ def test_table_has_all_options():
 
 
 def test_page_names_what_data_may_change():
-    text = PAGE.partition("With `--resume`,")[2].partition("may be other ones")[0]
+    text = PAGE.partition("may have other values of")[2].partition("\n\n")[0]
     named = {name.removeprefix("--") for name in re.findall("`(.*?)`", text)}
     assert named == {*train.CHANGEABLE} - {"output", "resume"}

@@ -532,7 +532,7 @@ LAYOUT = (
 )
 
 
-class Piece(NamedTuple):
+class ImagePiece(NamedTuple):
     """A piece of a batch: some of its images and labels. If pictures cannot be read, a
     line for each of them, and no images.
     """
@@ -543,14 +543,14 @@ class Piece(NamedTuple):
 
 
 # A key of a data set is an epoch and the rows of a piece.
-Key = tuple[int, list[int]]
+PieceKey = tuple[int, list[int]]
 
 
 class Data(NamedTuple):
     """The images to train and to test on, and how to normalise them."""
 
-    train: Dataset[Piece]
-    test: Dataset[Piece]
+    train: Dataset[ImagePiece]
+    test: Dataset[ImagePiece]
     classes: Sequence[str]
     shape: tuple[int, int, int]  # channels, height, width
     mean: Tensor  # of each channel
@@ -645,7 +645,7 @@ def open_reader(timm: Any, options: argparse.Namespace, split: str) -> Any:
     return dataset.reader
 
 
-class InMemory(Dataset[Piece]):
+class InMemory(Dataset[ImagePiece]):
     """Images in memory, which are the same in each epoch."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
@@ -655,12 +655,12 @@ class InMemory(Dataset[Piece]):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, key: Key) -> Piece:
+    def __getitem__(self, key: PieceKey) -> ImagePiece:
         _, rows = key
-        return Piece(self.images[rows], self.labels[rows])
+        return ImagePiece(self.images[rows], self.labels[rows])
 
 
-class Pictures(Dataset[Piece]):
+class Pictures(Dataset[ImagePiece]):
     """Pictures in files. The transform may augment at random, in each epoch anew."""
 
     def __init__(self, reader: Any, transform: Any, seed: int) -> None:
@@ -671,7 +671,7 @@ class Pictures(Dataset[Piece]):
     def __len__(self) -> int:
         return len(self.reader)
 
-    def __getitem__(self, key: Key) -> Piece:
+    def __getitem__(self, key: PieceKey) -> ImagePiece:
         epoch, rows = key
         images: list[Tensor] = []
         labels: list[int] = []
@@ -694,8 +694,8 @@ class Pictures(Dataset[Piece]):
             images.append(self.transform(picture))
             labels.append(label)
         if unreadable:
-            return Piece(torch.empty(0), torch.empty(0), unreadable)
-        return Piece(torch.stack(images), torch.tensor(labels))
+            return ImagePiece(torch.empty(0), torch.empty(0), unreadable)
+        return ImagePiece(torch.stack(images), torch.tensor(labels))
 
 
 class ImageBatches:
@@ -708,7 +708,11 @@ class ImageBatches:
     """
 
     def __init__(
-        self, data: Dataset[Piece], options: argparse.Namespace, *, is_shuffled: bool
+        self,
+        data: Dataset[ImagePiece],
+        options: argparse.Namespace,
+        *,
+        is_shuffled: bool,
     ) -> None:
         self.num_images = len(data)  # type: ignore[arg-type]
         self.num_batches = math.ceil(self.num_images / options.batch_size)
@@ -717,7 +721,7 @@ class ImageBatches:
         # At most 64 pieces per batch: a worker needs an open file for each.
         self._piece_size = max(64, math.ceil(options.batch_size / 64))
         # The keys of an epoch's pieces. `of_epoch` writes them, the loader reads them.
-        self._keys: list[Key] = []
+        self._keys: list[PieceKey] = []
         prefetch_factor = None
         if options.workers:
             # Workers read about a batch ahead.

@@ -114,30 +114,8 @@ def _mean_error(runs: list[dict[str, Any]], recipe: str) -> str:
     return f"{statistics.mean(errors):.2f} ± {statistics.stdev(errors):.2f}"
 
 
-def turns() -> str:
-    """The time of a step whose function takes turns, by the number of replicas."""
-    lines = [
-        "| replicas | in parallel | in turns | one after the other |",
-        "|---|---:|---:|---:|",
-    ]
-    for cells in _read("turns/turns.json")["rows"]:
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def evaluation() -> str:
-    """How many times as fast evaluations on two devices are, by loop."""
-    lines = [
-        "| two devices beside one | forward waits 5 ms | forward waits 20 ms |",
-        "|---|---:|---:|",
-    ]
-    for loop, *ratios, _ in _read("evaluation/evaluation.json")["rows"]:
-        lines.append(f"| {loop} | {' | '.join(ratios)} |")
-    return "\n".join(lines)
-
-
 def beside_the_loop() -> str:
-    """What launching, a look, the engine itself and an evaluation cost."""
+    """What launching, a look and the engine itself cost."""
     lines = [
         "| figure | | beside | command | date |",
         "|---|---:|---|---|---|",
@@ -207,24 +185,6 @@ _MEASURED: list[tuple[str, str, str, Callable[[Any], str]]] = [
         "torch",
         _in_row(1, 1),
     ),
-    (
-        "evaluation/evaluation.json",
-        "speed of `Trainer.evaluate` on two devices, forward waits 20 ms",
-        "transformers",
-        _in_row(0, 2),
-    ),
-    (
-        "evaluation/evaluation.json",
-        "speed of Lightning's `validate` on two devices, in turns, 20 ms",
-        "lightning",
-        _in_row(1, 2),
-    ),
-    (
-        "evaluation/evaluation.json",
-        "speed of `engine.map(model.generate, ...)` on two devices, 20 ms",
-        "transformers",
-        _in_row(3, 2),
-    ),
 ]
 
 
@@ -232,8 +192,6 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "figures": (ROOT / "docs" / "comparison.md", figures),
     "beside": (ROOT / "docs" / "comparison.md", beside_the_loop),
     "accuracy": (ROOT / "docs" / "large-batches.md", accuracy),
-    "evaluation": (ROOT / "docs" / "evaluation.md", evaluation),
-    "turns": (ROOT / "docs" / "other-loops.md", turns),
 }
 
 

@@ -94,10 +94,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="Qwen/Qwen2.5-0.5B-Instruct")
     parser.add_argument("--data", default="trl-lib/ultrafeedback_binarized")
-    parser.add_argument("--rows", type=int, default=4, help="pairs of a GPU's sub-step")
-    parser.add_argument(
-        "--times", type=int, default=8, help="sub-steps of a GPU per step"
-    )
+    parser.add_argument("--rows", type=int, default=4, help="pairs of a GPU at a time")
+    parser.add_argument("--times", type=int, default=8, help="batches per step")
     parser.add_argument("--output", default="runs/dpo")
     parser.add_argument("--tiny", action="store_true", help="try it out, on the CPU")
     args = parser.parse_args()

@@ -1,8 +1,9 @@
 """Embeddings with 4096 negatives, on all GPUs of one machine, in one process.
 
-A step has 4096 pairs: with two GPUs each computes 8 micro-batches of 256 rows. The loss
-compares each anchor with the positives of all 4096 rows. A GPU needs the memory for 256
-rows, and the first one also that for 4096 embeddings.
+A step has 4096 pairs. The cached loss of the library computes their embeddings in parts
+of 512 rows, 256 on each of two GPUs, and compares each anchor with the positives of all
+4096 rows. A GPU needs the memory for 256 rows, and the first one also that for 4096
+embeddings.
 
     pip install 'path/to/the/clone[sentence-transformers]'
     python examples/embeddings.py
@@ -22,14 +23,19 @@ import torch
 from datasets import Dataset, load_dataset
 from sentence_transformers import (
     SentenceTransformer,
+    SentenceTransformerTrainer,
     SentenceTransformerTrainingArguments,
 )
 from sentence_transformers.sentence_transformer.losses import (
-    MultipleNegativesRankingLoss,
+    CachedMultipleNegativesRankingLoss,
 )
 from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 
-from scatterpar.integrations.sentence_transformers import ScatterOnceTrainer
+from scatterpar.integrations.transformers import ScatterOnceMixin
+
+
+class ScatterOnceTrainer(ScatterOnceMixin, SentenceTransformerTrainer):  # type: ignore[misc]
+    """sentence-transformers' trainer on all devices of one process."""
 
 
 def trainer_for(
@@ -41,8 +47,8 @@ def trainer_for(
     device_ids: list[Any] | None = None,
     **options: Any,
 ) -> ScatterOnceTrainer:
-    """The trainer with ``batch`` pairs per step, and ``rows`` pairs per sub-step of a
-    GPU.
+    """The trainer with ``batch`` pairs per step, and ``rows`` pairs of a GPU at a
+    time.
     """
     devices = (
         len(device_ids) if device_ids else max(1, torch.accelerator.device_count())
@@ -52,12 +58,11 @@ def trainer_for(
             f"--batch {batch} is no multiple of {rows} rows on {devices} devices"
         )
     args = SentenceTransformerTrainingArguments(
-        per_device_train_batch_size=rows,
-        gradient_accumulation_steps=batch // (rows * devices),
+        per_device_train_batch_size=batch // devices,
         batch_sampler="no_duplicates",  # applies to all rows of a step
         **options,
     )
-    loss = MultipleNegativesRankingLoss(model)
+    loss = CachedMultipleNegativesRankingLoss(model, mini_batch_size=rows * devices)
     return ScatterOnceTrainer(model, args, pairs, loss=loss, device_ids=device_ids)
 
 
@@ -84,7 +89,7 @@ def main() -> None:
     parser.add_argument("--data", default="sentence-transformers/natural-questions")
     parser.add_argument("--batch", type=int, default=4096, help="pairs in a step")
     parser.add_argument(
-        "--rows", type=int, default=256, help="pairs of a GPU's sub-step"
+        "--rows", type=int, default=256, help="pairs of a GPU at a time"
     )
     parser.add_argument("--output", default="runs/embeddings")
     parser.add_argument("--tiny", action="store_true", help="try it out, on the CPU")

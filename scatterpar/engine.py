@@ -44,7 +44,6 @@ from scatterpar.options.assigned_options import fixed, option
 from scatterpar.options.auto_accum import AutoAccum, Search
 from scatterpar.options.batch_groups import BatchGroups
 from scatterpar.options.call_arguments import (
-    Arguments,
     explaining_keywords,
     read_arguments,
     same_arguments,
@@ -762,17 +761,23 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         if self._calls.has_graph(arguments):
             if is_of_ranks:
                 raise ValueError(_BELONGS_TO_STEPS)
-            return self._called(self.module, arguments)
+            return self.call_part(self.module, *arguments)
         if not is_of_ranks and any(part.training for part in self.module.modules()):
-            return self._called(self.module, arguments)
+            return self.call_part(self.module, *arguments)
         return self._map(self.module, inputs, kwargs)
 
-    def _called(self, module: nn.Module, arguments: Arguments) -> Any:
-        """A call of the module, or of a part of it, by all replicas."""
+    def call_part(
+        self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call of the module, or of a part of it, by all replicas: for integrations.
+
+        A part whose rows or outputs cannot be divided is computed on the master, with
+        one warning.
+        """
         options = CallOptions(
             self.dim, self.shares, self.verify, self.check_finite, self.verify
         )
-        output = self._calls.call(module, arguments, options)
+        output = self._calls.call(part, (args, kwargs), options)
         if self._calls.last_report is not None:
             self.last_step = self._calls.last_report
         return output

@@ -66,7 +66,7 @@ TOPICS = (
     Topic("The pair", "pair.md", ("pair/",)),
     Topic("splitcheck", "splitcheck.md", ("splitting/",)),
     Topic("Optimizers and learning rates", "recipes.md", ("sharded", "recipe")),
-    Topic("Loops of libraries", "other-loops.md", ("integrations/", "loops/")),
+    Topic("Loops of libraries", "loops.md", ("integrations/",)),
     Topic("Training program", "training-program.md", ("train",)),
     Topic("Options, devices and threads", "gpus.md", ("",)),
 )

@@ -190,7 +190,7 @@ def test_class_name_means_one_thing():
     twice = {name for name, times in Counter(names).items() if times > 1}
     assert len(names) > 200
     # Two libraries have a trainer of their own.
-    assert twice == {"ScatterOnceTrainer"}
+    assert not twice
 
 
 def names_at_top_of(path):
@@ -258,13 +258,11 @@ def test_engine_imports_nothing_optional():
 import sys, torch
 before = set(sys.modules)
 import scatterpar
-optional = ("scatterpar.train", "scatterpar.integrations", "scatterpar.loops", "matplotlib", "tqdm", "transformers")
+optional = ("scatterpar.train", "scatterpar.integrations", "matplotlib", "tqdm", "transformers")
 print([name for name in set(sys.modules) - before if name.startswith(optional)])
-import scatterpar.loops.modules
-print("transformers" in sys.modules)
 """
     outcome = run("-c", code)
-    assert (outcome.code, outcome.out) == (0, "[]\nFalse\n"), outcome.err
+    assert (outcome.code, outcome.out) == (0, "[]\n"), outcome.err
 
 
 def test_all_threads_start_in_one_file():

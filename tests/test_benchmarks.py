@@ -16,7 +16,7 @@ pytest.importorskip("accelerate")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", ["traffic", "memory", "turns"])
+@pytest.mark.parametrize("folder", ["traffic", "memory"])
 def test_benchmark_runs_with_tiny_sizes(folder):
     """Traffic's tables once had the name of a contender, for which pages have no place."""
     command = [sys.executable, "-m", "benchmarks", folder, "--quick"]

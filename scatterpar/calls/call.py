@@ -106,6 +106,10 @@ class OutputsOfReplicas:
     rules: dict[int, NumberRule]
 
 
+class IndivisibleCall(ValueError):
+    """The outputs of replicas cannot be joined, or rows depend on each other."""
+
+
 class Calls:
     """Calls of ``root`` and of its parts, by all replicas.
 
@@ -131,6 +135,8 @@ class Calls:
         self._told = Told()
         self._looks = CallLooks()
         self._lost_state = LostState()
+        # Parts of the root whose rows or outputs cannot be divided, and why.
+        self._indivisible: dict[nn.Module, str] = {}
 
     def has_graph(self, arguments: Any) -> bool:
         """Whether torch would give the output of a call a graph."""
@@ -167,8 +173,18 @@ class Calls:
         why = self._why_on_master(module, arguments, options)
         if why:
             return self._on_master(module, arguments, why)
-        with self._replicas_called(module, arguments, options) as computed:
-            return self._joined(computed, options)
+        try:
+            with self._replicas_called(module, arguments, options) as computed:
+                try:
+                    return self._joined(computed, options)
+                except ValueError as error:
+                    raise IndivisibleCall(str(error)) from error
+        except IndivisibleCall as error:
+            if module is self._root:
+                raise
+            # A part of the root: what calls it has asked for no division.
+            self._indivisible[module] = why = str(error)
+        return self._on_master(module, arguments, why)
 
     def outputs(
         self, module: nn.Module, arguments: Arguments, options: CallOptions
@@ -190,6 +206,8 @@ class Calls:
         """Why a call is computed on the master alone; empty if it is divided."""
         if is_transformed():
             return "it runs in a transform of torch.func"
+        if module in self._indivisible:
+            return self._indivisible[module]
         for name, parameter in self._root.named_parameters():
             if not parameter.is_leaf:
                 return f"its parameter {name!r} is computed from others"
@@ -271,7 +289,10 @@ class Calls:
                     transfers.messages,
                     replica_seconds=tuple(threads.seconds),
                 )
-                rules = self._rules(module, arguments, outputs, plan, options)
+                try:
+                    rules = self._rules(module, arguments, outputs, plan, options)
+                except ValueError as error:
+                    raise IndivisibleCall(str(error)) from error
                 yield OutputsOfReplicas(outputs, division, arguments, rules)
             except BaseException as error:
                 restore_after(
@@ -354,13 +375,14 @@ class Calls:
 
     def _tell_of_layers(self, module: nn.Module) -> None:
         """Warn once of layers and hooks that see the rows of one replica."""
-        has_statistics = any(map(uses_batch_statistics, module.modules()))
+        has_statistics = any(map(_has_statistics_of_rows, module.modules()))
         if has_statistics and self._told.mark("batch normalisation"):
             warn(
-                "the module has batch normalisation, which normalises the rows of each "
-                "replica by themselves, as in nn.DataParallel, and keeps the running "
-                "statistics of the first one; forward_backward with nn.SyncBatchNorm, "
-                'or buffers="batch", has those of all rows'
+                "the module has batch normalisation, or another with running "
+                "statistics: it sees the rows of each replica by themselves, as in "
+                "nn.DataParallel, and keeps the running statistics of the first one; "
+                "forward_backward with nn.SyncBatchNorm, or "
+                'buffers="batch", has those of all rows'
             )
 
     # --- the output ---
@@ -454,6 +476,14 @@ def _joined_later(
         else:
             entries[name] = join(values)
     return read_later(outputs[0], entries, joins)
+
+
+def _has_statistics_of_rows(layer: nn.Module) -> bool:
+    """Whether a layer computes, or keeps, statistics of the rows that it sees."""
+    if uses_batch_statistics(layer):
+        return True
+    is_norm = isinstance(layer, nn.modules.batchnorm._NormBase)
+    return is_norm and layer.training and bool(layer.track_running_stats)
 
 
 def _output_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

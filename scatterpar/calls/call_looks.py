@@ -97,8 +97,10 @@ class CallLooks:
             if not all(isinstance(atom, Tensor) for atom in atoms):
                 continue
             if not atoms[0].ndim and atoms[0].is_floating_point():
+                # Without a graph nothing tells a loss from other numbers: the first is.
+                is_first = not rules and not torch.is_grad_enabled()
                 rules[place] = BY_ROWS
-                if any(atom.requires_grad for atom in atoms):
+                if is_first or any(atom.requires_grad for atom in atoms):
                     rules[place] = self._rule(call, place, asks)
                     of_loss = rules[place]
             elif atoms[0].is_floating_point() and are_divided_alike(

@@ -128,6 +128,7 @@ class CallGradients:
         self._hooks: list[RemovableHandle] = []
         self._told = Told()
         # What is connected at present.
+        self._replica_set: ReplicaSet | None = None
         self._slots: Sequence[Slot] = ()
         self._alone: frozenset[int] = frozenset()
         self._copies: list[Tensor] = []
@@ -147,7 +148,8 @@ class CallGradients:
             return
         replicas = replica_set.replicas[1:]
         self.disconnect(replica_set)
-        self._add_lost({id(slot.tensor) for slot in trained})
+        # Those of a parameter that is frozen for a while wait for the next sum.
+        self._add_lost({id(slot.tensor) for slot in slots})
         with torch.inference_mode(False), torch.enable_grad():
             for numbers in _buckets(trained, alone):
                 originals = [slots[number].tensor for number in numbers]
@@ -163,14 +165,22 @@ class CallGradients:
                         copy.requires_grad_(False)
                     _connect(_Bucket(self, originals, dtypes), copies)
                 self._copies += copies
+        self._replica_set = replica_set
         self._slots = slots
         self._alone = alone
 
     def disconnect(self, replica_set: ReplicaSet) -> None:
         """Make the replicas' tensors leaves again, for steps."""
+        present: set[int] = set()
+        for replica in replica_set.replicas[1:]:
+            present.update(map(id, replica.tensors))
         for copy in self._copies:
-            copy.detach_()
+            # Those of earlier replicas may be needed by a checkpoint in the backward
+            # pass of an earlier call.
+            if id(copy) in present:
+                copy.detach_()
         self._copies = []
+        self._replica_set = None
         self._slots = ()
         for replica in replica_set.replicas[1:]:
             replica.set_requires_grad(replica_set.slots)
@@ -185,6 +195,13 @@ class CallGradients:
         is_selected = not executes(self.sentinel)
         self._passes[task] = _Pass(self.is_synced, is_selected, self._nothing())
         at_end_of_pass(partial(self._end_pass, task))
+        # A checkpoint inside of the module calls parts again, and torch calls them as
+        # they are now, such as with adapters switched on again.
+        replica_set = self._replica_set
+        if replica_set is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                replica_set.follow_values()
+            self.connect(replica_set)
 
     def arrive(
         self, bucket: _Bucket, gradients: Sequence[Tensor | None]
@@ -320,6 +337,12 @@ class CallGradients:
         self._release(keys)
         self.were_added = True
         pairs = [(tensor, gradient) for tensor, gradient in pairs if tensor.is_leaf]
+        # What was frozen since has the gradients of the passes before.
+        for tensor, gradient in pairs:
+            if not tensor.requires_grad:
+                earlier = tensor.grad
+                tensor.grad = gradient if earlier is None else earlier + gradient
+        pairs = [pair for pair in pairs if pair[0].requires_grad]
         if not pairs:
             return
         if any(_HOOKS(tensor) for tensor, _ in pairs):

@@ -53,10 +53,10 @@ def rules_for(arguments: object, dim: int) -> list[NumberRule]:
     for position, tensor in enumerate(_tensors(arguments)):
         is_integer = not (tensor.is_floating_point() or tensor.is_complex())
         if is_integer and tensor.dtype is not torch.bool and tensor.ndim and not dim:
-            words = "a mean over labels that are not -100"
+            words = f"a mean over labels that are not -100 (tensor {position})"
             rules.append(NumberRule(words, labels=position))
             if tensor.ndim > 1:
-                words = "a mean over labels that are not -100, shifted by one"
+                words = f"{words}, shifted by one"
                 rules.append(NumberRule(words, labels=position, is_shifted=True))
     return [*rules, SUM]
 

@@ -5,7 +5,8 @@ Parameters are sent when they have changed::
     a call              versions are compared
     the first call      values, too: a write through ``.data`` raises no version
     after gradients
-    were added
+    were added, or of
+    another mode
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from scatterpar.calls.gradients import CallGradients
 from scatterpar.devices.coalescing import copy_each
 from scatterpar.devices.transfers import Transfers
 from scatterpar.devices.write_counters import versions
+from scatterpar.errors import warn
 from scatterpar.objects.reach import closed_over
 from scatterpar.objects.references import MUTABLE_CONTAINERS
 from scatterpar.objects.whose import is_user_function
@@ -62,11 +64,14 @@ class ReplicasOfCall:
         self._versions: Sequence[int] = ()
         self._unseen: frozenset[int] = frozenset()
         self._seen: tuple[int, int] = (-1, -1)  # builds and sends
+        self._has_told_of_hooks = False
+        self._mode: Any = None  # of the last call: flags, and whether it had a graph
 
     def refresh(self, transfers: Transfers) -> None:
         """Update the replicas to match the root."""
         self._find_boxes()
         replica_set = self.replica_set
+        is_recorded = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad():
             replica_set.follow(
                 self._replicated,
@@ -76,7 +81,12 @@ class ReplicasOfCall:
                 asks_places=self.gradients.were_added,
             )
             seen = replica_set.builds, replica_set.sends
-            reads_values = seen != self._seen or self.gradients.were_added
+            # Between training and evaluation a loop may swap values, through ``.data``.
+            mode = replica_set.flags, is_recorded
+            is_other_mode = mode != self._mode
+            self._mode = mode
+            is_read_again = self.gradients.were_added or is_other_mode
+            reads_values = seen != self._seen or is_read_again
             present = versions(replica_set.tensors)
             changed: Set[int] = frozenset()
             broadcast = replica_set.broadcast
@@ -168,6 +178,14 @@ class ReplicasOfCall:
             ):
                 if registry:
                     hooks += registry.values()
+        hooks = [hook for hook in hooks if is_user_function(hook)]
+        if hooks and len(self.device_ids) > 1 and not self._has_told_of_hooks:
+            self._has_told_of_hooks = True
+            warn(
+                "hooks inside of the module run once per replica, each for its own "
+                "rows; tensors with rows that they keep in attributes of modules, in "
+                "lists or in dicts are joined, and what else they write is replica 0's"
+            )
         boxes = list(_boxes_of(hooks)) if hooks else []
         present = getattr(self._replicated, "boxes", [])
         if list(map(id, boxes)) == list(map(id, present)):
@@ -176,8 +194,7 @@ class ReplicasOfCall:
 
 
 def _boxes_of(hooks: Iterable[Any]) -> Iterable[Any]:
-    of_user = [hook for hook in hooks if is_user_function(hook)]
-    functions = [hook for hook in of_user if isinstance(hook, FunctionType)]
+    functions = [hook for hook in hooks if isinstance(hook, FunctionType)]
     for value in closed_over(functions):
         if type(value) in MUTABLE_CONTAINERS:
             yield value

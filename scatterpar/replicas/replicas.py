@@ -332,6 +332,13 @@ class ReplicaSet:
         for module, hook in self.computed:
             set_computed(module, hook)
 
+    def follow_values(self) -> None:
+        """Copy changed plain values, such as flags, and which tensors require grad.
+
+        Anything else that has changed waits for the next ``follow``.
+        """
+        self._update_in_place(asks_places=False)
+
     def is_current(self) -> bool:
         """Whether the user's modules are as in the last ``refresh``, as far as versions
         of tensors tell.

@@ -44,7 +44,7 @@ def code_cells(path):
 def test_notebook_runs(path, tmp_path, monkeypatch):
     if needed := NEEDS.get(path.stem):
         if find_spec(needed) is None:
-            pytest.skip(f"needs {needed}, see docs/other-loops.md")
+            pytest.skip(f"needs {needed}, see docs/loops.md")
         startup = tmp_path / "profile_default" / "startup" / "first.py"
         startup.parent.mkdir(parents=True)
         startup.write_text(STARTUP, encoding="utf-8")

@@ -11,7 +11,7 @@ import torch
 def needed(name, extra):
     """The module ``name``; skips the test's file if its package is not installed."""
     if find_spec(name.partition(".")[0]) is None:
-        pytest.skip(f"needs {extra}: docs/other-loops.md", allow_module_level=True)
+        pytest.skip(f"needs {extra}: docs/loops.md", allow_module_level=True)
     import_torchvision_first()
     return importlib.import_module(name)
 

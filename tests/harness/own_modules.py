@@ -784,3 +784,13 @@ def plain(value):
     if isinstance(value, (list, tuple)):
         return [plain(entry) for entry in value]
     return round(value, 9) if isinstance(value, float) else value
+
+
+# A call of replicas does these otherwise than one device, and warns of them.
+TOLD = ("normalisation", "hook", "State in modules")
+
+
+def told_of(recorded):
+    """Whether a warning names what is otherwise on several devices."""
+    texts = [str(warning.message) for warning in recorded]
+    return any(words in text for text in texts for words in TOLD)

@@ -254,10 +254,10 @@ RESTORABLE = {
     "dataclass": Write(Best, write_best),
     # Nobody reported these.
     "growing tensor": Write(lambda: torch.zeros(0), write_rows),
-    "bytes": Write(bytearray, lambda o, loss, x: o.kept.extend(str(loss).encode())),
+    "bytes": Write(bytearray, lambda o, loss, x: o.kept.extend(b"%.9f" % loss)),
     "text file in memory": Write(
         io.StringIO,
-        lambda o, loss, x: o.kept.write(f"{loss}\n"),
+        lambda o, loss, x: o.kept.write(f"{loss:.9f}\n"),
         lambda o: o.kept.getvalue(),
     ),
     "attribute of a dict": Write(
@@ -294,7 +294,7 @@ RESTORABLE = {
     ),
     "method of a text file": Write(
         lambda: io.StringIO().write,
-        lambda o, loss, x: o.kept(f"{loss}\n"),
+        lambda o, loss, x: o.kept(f"{loss:.9f}\n"),
         lambda o: o.kept.__self__.getvalue(),
     ),
     "cache": Write(dict, lambda o, loss, x: o.kept.setdefault(x > 0, x)),
@@ -329,7 +329,7 @@ RESTORABLE |= {
     ),
     "rows of csv": Write(
         table,
-        lambda o, loss, x: o.kept[0].writerow([loss, x]),
+        lambda o, loss, x: o.kept[0].writerow([round(loss, 9), x]),
         lambda o: o.kept[1].getvalue(),
     ),
     "attribute of a module": Write(
@@ -364,7 +364,7 @@ RESTORABLE |= {
 IRREVOCABLE = {
     "open file": Write(
         lambda: tempfile.TemporaryFile("w+"),  # noqa: SIM115
-        lambda o, loss, x: o.kept.write(f"{loss}\n"),
+        lambda o, loss, x: o.kept.write(f"{loss:.9f}\n"),
         lambda o: (o.kept.seek(0), o.kept.read())[1],
     ),
     "iterator": Write(

@@ -89,14 +89,6 @@ copies do not wait for the rows that another card computes
 -sender.wait_stream(torch.accelerator.current_stream(source))
 test_batch_being_computed_is_waited_for
 
-a buffer is handed on to another card before its call has written it
--sending.wait_event(event)
-test_buffers_are_handed_on_in_order
-
-a call does not wait for the buffers that are handed on to it
--computing.wait_event(arrived)
-test_buffers_are_handed_on_in_order
-
 copies leave before values are computed
 -departing.wait_stream(computing)
 test_lanes_wait_for_what_was_computed

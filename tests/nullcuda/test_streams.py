@@ -24,10 +24,6 @@ from scatterpar.devices import coalescing, pieces
 from scatterpar.devices.coalescing import to_host
 from scatterpar.devices.lanes import Lanes
 from scatterpar.devices.transfers import Prefetcher, Transfers
-from scatterpar.loops.evaluation import BatchesAhead, Evaluation, brought_home
-from scatterpar.loops.lending import Lending, loan_of
-from scatterpar.step.loop_options import LoopOptions
-from scatterpar.step.turns import lasting_a_turn
 
 pytestmark = [pytest.mark.nullcuda, pytest.mark.draws]
 CARD = torch.device("cuda:0")
@@ -46,106 +42,6 @@ def traced(work):
 # --- streams ---
 
 
-class Averaging:
-    """The owner of a step function: each call updates an average on the first card."""
-
-    def __init__(self, model):
-        self.model = model
-        self.average = torch.zeros(1, device=CARD)
-
-    def step(self, rows):
-        outputs = self.model(rows)
-        # Reads what the call before has left, which ran on another card.
-        self.average = 0.5 * self.average + outputs.detach().mean(0)
-        self.average.mul_(2.0)
-        return (outputs - self.average).square().mean()
-
-
-@pytest.mark.parametrize("is_on_side_stream", [False, True])
-def test_lent_tensors_come_home_in_order(is_on_side_stream):
-    """Copies to the replica's card, and back, wait for the kernels of the call before."""
-    model = nn.Linear(8, 1).to(CARD)
-    owner = Averaging(model)
-    lending = Lending(lambda: [owner], (), CARD)
-
-    class Calls(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, rows):
-            loan = loan_of(engine.present_replicas, self)
-            lent = lending.lent(loan, rows.device)
-            with lasting_a_turn(engine.present_turns, lent):
-                return owner.step(rows)
-
-    inputs = torch.randn(32, 8)
-    expected = torch.zeros(1, device=CARD)
-    for rows in inputs.to(CARD).split(4):
-        expected = 2 * (0.5 * expected + model(rows).detach().mean(0))
-    stream = torch.cuda.Stream(CARD) if is_on_side_stream else None
-    engine = ScatterOnceParallel(Calls(), 4, TWO, verify=False)
-    engine.loop = LoopOptions(takes_turns=True, lends=True)
-    with engine, torch.cuda.stream(stream):
-        if stream is not None:
-            stream.wait_stream(torch.cuda.default_stream(CARD))
-        engine.forward_backward(inputs)
-        lending.end_step()
-        assert owner.average.device == CARD
-        torch.testing.assert_close(owner.average, expected)
-
-
-class Centred:
-    """The owner of a step function that reads and writes a buffer of its module."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def step(self, rows):
-        outputs = self.model(rows)
-        loss = (outputs - self.model.centre).square().mean()
-        with torch.no_grad():
-            self.model.centre.mul_(0.5).add_(outputs.mean(0))
-        return loss
-
-
-@pytest.mark.parametrize("cards", [TWO, [0, 0], [*TWO, 0]], ids=str)
-def test_buffers_are_handed_on_in_order(cards):
-    """A call on the other card finds what the last one has left, beside its backward
-    pass.
-    """
-    model = nn.Linear(8, 1)
-    model.register_buffer("centre", torch.zeros(1))
-    model.to(CARD)
-    owner = Centred(model)
-    lending = Lending(lambda: [owner], (), CARD)
-
-    class Calls(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, rows):
-            loan = loan_of(engine.present_replicas, self)
-            lent = lending.lent(loan, rows.device)
-            with lasting_a_turn(engine.present_turns, lent):
-                return owner.step(rows)
-
-    inputs = torch.randn(16 * len(cards), 8)
-    expected = torch.zeros(1, device=CARD)
-    for rows in inputs.to(CARD).split(4):
-        expected = 0.5 * expected + model(rows).detach().mean(0)
-    engine = ScatterOnceParallel(Calls(), 4, cards, verify=False)
-    engine.loop = LoopOptions(takes_turns=True, lends=True)
-    with engine:
-        for _ in range(2):  # the first one compares bits
-            model.centre.zero_()
-            engine.forward_backward(inputs)
-            lending.end_step()
-            torch.testing.assert_close(model.centre, expected)
-    assert model.centre.device == CARD
-
-
 @pytest.mark.parametrize("place", ["pinned", "cuda:0"])
 def test_engines_take_their_streams_once(place):
     model = network()
@@ -158,84 +54,6 @@ def test_engines_take_their_streams_once(place):
     expected = streams_of_copies(traced(step))
     for _ in range(19):
         assert streams_of_copies(traced(step)) == expected
-
-
-class Steps(nn.Module):
-    """The modules of an evaluation, as an integration gives them to the engine."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-
-def in_groups(engine, batches):
-    """The results of a library's function, as its loop gets them."""
-    ahead = BatchesAhead(batches)
-    ahead.begin(Evaluation(engine, [engine.module.model]))
-    ahead.evaluation.begin_groups(lambda replica, rows: replica.model(rows))
-    return [ahead.result() for _ in ahead]
-
-
-def in_turns(engine, batches):
-    """The results of a function of the user's, as its loop gets them."""
-    model = engine.module.model
-    evaluation = Evaluation(engine, [model])
-    results = []
-    with torch.no_grad():
-        for rows in batches:
-            device = evaluation.next_device()
-            with evaluation.turn(device):
-                output = model(rows.to(device))
-            results.append(evaluation.brought_home(output, device))
-    return results
-
-
-@pytest.mark.parametrize("evaluate", [in_groups, in_turns])
-@pytest.mark.skipif(TWO == [0, 0], reason="needs two cards")
-def test_no_card_waits_for_another_in_an_evaluation(evaluate):
-    """Results were copied on the streams that compute: a copy between two cards makes
-    both wait for each other.
-    """
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).to(CARD).eval()
-    batches = [torch.randn(4, 8) for _ in range(8)]
-    results = []
-    with ScatterOnceParallel(Steps(model), 1, TWO, verify=False) as engine:
-        evaluate(engine, batches[:2])
-        records = traced(lambda: results.extend(evaluate(engine, batches)))
-    with torch.no_grad():
-        expected = [model(rows.to(CARD)) for rows in batches]
-    for result, value in zip(results, expected, strict=True):
-        assert result.device == CARD
-        torch.testing.assert_close(result, value)
-    # Before the first batch, the host has asked whether values had changed.
-    kinds = [record.kind for record in records]
-    records = records[kinds.index("copy_in") :]
-    copies = [record for record in records if record.kind == "copy_peer"]
-    assert len(copies) == 4  # of the second card's results: all values are there
-    kernels = records_of_kernels(records)
-    computing = {(record.device, record.stream) for record in kernels}
-    assert not computing & {(record.device, record.stream) for record in copies}
-    # The second card waits for its own rows alone.
-    assert cards_waited_for(records, 1) <= {1}
-
-
-def records_of_kernels(records):
-    return [record for record in records if record.kind in ("launch", "library")]
-
-
-def cards_waited_for(records, card):
-    """The cards for whose work the streams wait on which this card computes."""
-    streams = {r.stream for r in records_of_kernels(records) if r.device == card}
-    recorded = {}
-    waited = set()
-    for record in records:
-        if record.kind == "event_record":
-            recorded[record.address] = record.device
-        is_wait = record.kind == "event_wait" and record.device == card
-        if is_wait and record.stream in streams and record.address in recorded:
-            waited.add(recorded[record.address])
-    return waited
 
 
 def streams_of_copies(records):
@@ -315,39 +133,6 @@ def test_lanes_wait_for_what_was_computed():
 
 
 # --- lifetimes ---
-
-
-@pytest.mark.skipif(TWO == [0, 0], reason="needs two cards")
-def test_lent_tensor_is_sent_to_a_card_once():
-    """A copy per call made each card wait for the first one's batch."""
-    model = nn.Linear(8, 8).to(CARD).eval()
-    scale = [torch.full((32,), 2.0, device=CARD)]
-    with ScatterOnceParallel(Steps(model), 1, TWO, verify=False) as engine:
-        evaluation = Evaluation(engine, [model], lambda: [scale])
-
-        def evaluate():
-            for _ in range(6):
-                device = evaluation.next_device()
-                with evaluation.turn(device):
-                    assert scale[0].device == device
-                    scale[0] * 2
-
-        evaluate()
-        records = traced(evaluate)
-    assert not [
-        r for r in records if r.kind == "copy_peer" and r.bytes == scale[0].nbytes
-    ]
-    assert scale[0].device == CARD
-
-
-@pytest.mark.skipif(TWO == [0, 0], reason="needs two cards")
-def test_memory_being_sent_not_given_out():
-    """A result is dropped when its copy has been issued, and not before it is read."""
-    result = torch.ones(2**20, device="cuda:1")
-    home = brought_home(result, torch.device("cuda:1"), CARD)
-    del result
-    torch.empty(2**20, device="cuda:1").zero_()  # the allocator gives the same bytes
-    assert home.device == CARD
 
 
 @pytest.mark.parametrize("is_dropped", [False, True])

@@ -13,7 +13,6 @@ from harness.optional import import_torchvision_first
 import_torchvision_first()  # before the conftest.py of the library
 
 DEVICES = ["cpu:0", "cpu:1"]
-ACCUM = 2
 
 trainings = []  # of the running test, those that replicas take part in, or could
 reports = []  # of its setup, call and teardown
@@ -98,7 +97,7 @@ def _lightning(with_replicas):
             and strategy.root_device.type == "cpu"
         ):
             if with_replicas:
-                strategy = ScatterOnceStrategy(DEVICES, ACCUM)
+                strategy = ScatterOnceStrategy(DEVICES)
             chosen.add(strategy)
         return strategy
 
@@ -124,7 +123,7 @@ def _fastai(with_replicas):
     def __init__(self, *args, **kwargs):
         stock_init(self, *args, **kwargs)
         if with_replicas:
-            self.add_cb(ScatterOnce(DEVICES, ACCUM))
+            self.add_cb(ScatterOnce(DEVICES))
 
     def _with_events(self, function, event, *args):
         if event == "batch":
@@ -136,49 +135,34 @@ def _fastai(with_replicas):
 
 
 def _trl(with_replicas):
-    """The trainers whose losses are known to be those of their batches together."""
-    from scatterpar.integrations.transformers import ScatterOnceMixin
-
+    """All trainers."""
     library = importlib.import_module("trl")
-    for name in ("SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer"):
-        bases = (getattr(library, name),)
-        if with_replicas:
-            bases = (ScatterOnceMixin, *bases)
-        setattr(library, name, _counted(name, bases, with_replicas))
+    for name in ("SFT", "DPO", "Reward", "KTO", "GRPO", "RLOO"):
+        _replace(library, f"{name}Trainer", with_replicas)
 
 
 def _transformers(with_replicas):
-    """The trainers, with arguments of two devices, by which tests count steps."""
-    from scatterpar.integrations.transformers import ScatterOnceMixin
-
+    """The trainers, with arguments of one device."""
     library = importlib.import_module("transformers")
     for name in ("Trainer", "Seq2SeqTrainer"):
-        bases = (getattr(library, name),)
-        if with_replicas:
-            bases = (ScatterOnceMixin, *bases)
-        setattr(library, name, _counted(name, bases, with_replicas))
-    if with_replicas:
-        # 1 of a Trainer with replicas, else 0
-        library.TrainingArguments.n_gpu = property(
-            lambda self: vars(self).get("_n_gpu") or len(DEVICES)
-        )
+        _replace(library, name, with_replicas)
 
 
 def _sentence_transformers(with_replicas):
     """The trainers of embeddings and of pairs."""
-    from scatterpar.integrations import sentence_transformers as ours
-
     library = importlib.import_module("sentence_transformers")
-    for module, name, replicated in (
-        (library, "SentenceTransformerTrainer", ours.ScatterOnceTrainer),
-        (
-            library.cross_encoder,
-            "CrossEncoderTrainer",
-            ours.ScatterOnceCrossEncoderTrainer,
-        ),
-    ):
-        base = replicated if with_replicas else getattr(module, name)
-        setattr(module, name, _counted(name, (base,), with_replicas))
+    _replace(library, "SentenceTransformerTrainer", with_replicas)
+    _replace(library.cross_encoder, "CrossEncoderTrainer", with_replicas)
+
+
+def _replace(module, name, with_replicas):
+    """Put a subclass in the place of a trainer."""
+    from scatterpar.integrations.transformers import ScatterOnceMixin
+
+    bases = (getattr(module, name),)
+    if with_replicas:
+        bases = (ScatterOnceMixin, *bases)
+    setattr(module, name, _counted(name, bases, with_replicas))
 
 
 def _counted(name, bases, with_replicas):

@@ -1,0 +1,285 @@
+"""During the steps of a library's loop, calls of the model are calls of an engine.
+
+::
+
+    with divided.step(batch):
+        loss = self.loss_module(batch)      # contains the model: called as it is
+            self.model(rows) ---------+---- rows 0:m     replica 0, the model itself
+                                      +---- rows m:2m    replica 1
+            outputs <-----------------+     joined, with a graph
+
+The loop, and the user's functions in it, run once, as on one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from scatterpar.batch import nested
+from scatterpar.devices.device_ids import DeviceLike, resolve
+from scatterpar.engine import ScatterOnceParallel
+from scatterpar.errors import warn
+from scatterpar.torch_private.autograd import current_graph_task
+from scatterpar.torch_private.compiler import never_compiled, unwrapped
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+class DividedModules:
+    """Divides the calls of a model, and of what it consists of, among replicas.
+
+    During a step, these calls are the engine's:
+
+    - calls of the model, with any number of rows;
+    - calls of its children, and of theirs, that get as many rows as the batch of the
+      step has: the outermost of them.
+
+    Calls of modules without parameters are not: they are the user's losses, or memory
+    banks. Neither are those of a module that contains the model.
+
+    Args:
+        model: the model that the loop trains; ``torch.compile`` may have wrapped it.
+        device_ids: as in ``ScatterOnceParallel``.
+        owner: a module that is no model itself, such as a LightningModule. Its children
+            are then the models, also in containers.
+        excluded: classes of modules whose calls are not divided.
+
+    Attributes:
+        model: the model, without its wrapper; the owner if there is one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device_ids: Sequence[DeviceLike] | None = None,
+        *,
+        is_owner: bool = False,
+        excluded: tuple[type[nn.Module], ...] = (),
+    ) -> None:
+        self.model, _ = unwrapped(model)
+        self._wrapped = model
+        self._device_ids = resolve(device_ids)
+        self._children = _Children() if is_owner else None
+        self._excluded = excluded
+        self._engine: ScatterOnceParallel | None = None
+        self._rows = 0
+        # The parts that were divided in this step's forward passes.
+        self._divided_parts: set[nn.Module] = set()
+        self._calls: list[_DividedCall] = []
+        self._is_in_step = False
+        self._has_told_of_generation = False
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether these are the calls of ``model``, or of what it wraps."""
+        return unwrapped(model)[0] is self.model
+
+    @property
+    def engine(self) -> ScatterOnceParallel:
+        """The engine of the model, which the first divided call makes."""
+        if self._engine is None:
+            root = self._wrapped if self._children is None else self._children
+            self._engine = ScatterOnceParallel(root, device_ids=self._device_ids)
+        return self._engine
+
+    def close(self) -> None:
+        """Close the engine: its replicas would keep memory of the devices."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """In the body, backward passes leave gradients on the replicas."""
+        if self._engine is None:
+            return contextlib.nullcontext()
+        return self._engine.no_sync()
+
+    @contextlib.contextmanager
+    def step(self, batch: Any = None) -> Iterator[None]:
+        """In the body, calls of the model are divided.
+
+        ``batch`` is what the loop has read; ``None`` continues the step before.
+        """
+        if batch is not None:
+            self._rows = _num_rows(batch)
+            self._divided_parts.clear()
+        # Inside of a step, or on one device, which computes all calls as they are.
+        if self._is_in_step or len(self._device_ids) == 1:
+            yield
+            return
+        self._calls = self._found_calls()
+        self._is_in_step = True
+        self._install()
+        try:
+            yield
+        finally:
+            self._is_in_step = False
+            self._remove()
+
+    def models(self) -> list[nn.Module]:
+        """The model, or the models that its owner has now."""
+        if self._children is None:
+            return [self._wrapped]
+        return _opened(self.model, self._excluded)
+
+    def _found_calls(self) -> list[_DividedCall]:
+        """The calls of all modules with parameters, as the model is now."""
+        models = self.models()
+        if self._children is not None:
+            self._children.update(models)
+        found: dict[nn.Module, _DividedCall] = {}
+        for model in models:
+            _find_with_parameters(model, found, self)
+        for model in (*models, self.model):
+            if model in found:
+                found[model].is_model = True
+        return list(found.values())
+
+    def _install(self) -> None:
+        for call in self._calls:
+            call.install()
+
+    def _remove(self) -> None:
+        for call in self._calls:
+            call.remove()
+
+    @never_compiled
+    def call(self, call: _DividedCall, args: Any, kwargs: Any) -> Any:
+        """The output of a module; with the batch's rows, or of a model, divided."""
+        if not call.is_model and not self._is_of_batch(call, args, kwargs):
+            return call.plain(*args, **kwargs)
+        self._divided_parts.add(call.module)
+        # Replicas are copies of the modules as the user has them.
+        self._remove()
+        try:
+            return self.compute(unwrapped(call.module)[0], args, kwargs)
+        finally:
+            self._install()
+
+    def _is_of_batch(self, call: _DividedCall, args: Any, kwargs: Any) -> bool:
+        """Whether a part of the model gets the rows of the batch, to be divided."""
+        # A single row is not divided.
+        if self._rows < 2 or _num_rows((args, kwargs)) != self._rows:
+            return False
+        # A checkpoint inside of the model calls parts again in the backward pass, for
+        # one replica, whose rows may be as many.
+        is_again = current_graph_task() != -1
+        return not is_again or call.module in self._divided_parts
+
+    def compute(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The output of a module that the engine has."""
+        return self.engine.call_part(module, args, kwargs)
+
+    def generate(self, call: _DividedCall, args: Any, kwargs: Any) -> Any:
+        """What the module's own ``generate`` returns, computed on the master."""
+        if not self._has_told_of_generation:
+            self._has_told_of_generation = True
+            warn(
+                "generate runs on the first device alone, since its calls share a "
+                "cache; call engine.map(model.generate, …) to generate on all devices"
+            )
+        self._remove()
+        try:
+            module: Any = call.module
+            return module.generate(*args, **kwargs)
+        finally:
+            self._install()
+
+
+class _DividedCall:
+    """What runs the calls of a module during a step.
+
+    Attributes:
+        module: the user's module.
+        is_model: whether calls with any number of rows are divided.
+    """
+
+    def __init__(self, divided: DividedModules, module: nn.Module) -> None:
+        self.module = module
+        self.is_model = False
+        self._divided = divided
+        # Also of a class, as ``_compiled_call_impl`` is, and ``None`` there.
+        self._compiled: Any = module._compiled_call_impl
+        self._can_generate = callable(getattr(type(module), "generate", None))
+
+    def install(self) -> None:
+        """From now on, the module's calls are those of this object."""
+        attributes = vars(self.module)
+        # torch's own place for what runs a call of this one module.
+        attributes["_compiled_call_impl"] = self
+        if self._can_generate:
+            attributes["generate"] = self._generate
+
+    def remove(self) -> None:
+        """The module is called as before."""
+        attributes = vars(self.module)
+        del attributes["_compiled_call_impl"]
+        if self._compiled is not None:
+            attributes["_compiled_call_impl"] = self._compiled
+        if self._can_generate:
+            del attributes["generate"]
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module as it is."""
+        run = self._compiled or self.module._call_impl
+        return run(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._divided.call(self, args, kwargs)
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self._divided.generate(self, args, kwargs)
+
+
+class _Children(nn.Module):
+    """The children of a module that is no model itself."""
+
+    def update(self, children: Sequence[nn.Module]) -> None:
+        """Have these children, and no others."""
+        if [*self._modules.values()] == [*children]:
+            return
+        self._modules.clear()
+        for number, child in enumerate(children):
+            self.add_module(f"{number}_{type(child).__name__}", child)
+
+
+def _opened(owner: nn.Module, excluded: tuple[type[nn.Module], ...]) -> list[nn.Module]:
+    """The children of ``owner`` that have parameters, with those in containers."""
+    opened: list[nn.Module] = []
+    for child in owner.children():
+        if isinstance(child, excluded):
+            continue
+        if isinstance(child, _CONTAINERS):
+            opened += _opened(child, excluded)
+        elif next(child.parameters(), None) is not None:
+            opened.append(child)
+    return opened
+
+
+def _find_with_parameters(
+    module: nn.Module, found: dict[nn.Module, _DividedCall], divided: DividedModules
+) -> bool:
+    """Add the calls of ``module`` and its parts that have parameters.
+
+    Returns whether ``module`` has parameters.
+    """
+    if module in found:
+        return True
+    has_parameters = any(value is not None for value in module._parameters.values())
+    for child in module.children():
+        if _find_with_parameters(child, found, divided):
+            has_parameters = True
+    if has_parameters:
+        found[module] = _DividedCall(divided, module)
+    return has_parameters
+
+
+def _num_rows(batch: Any) -> int:
+    """The size of a batch's first tensor that has a dimension; 0 without one."""
+    for tensor in nested.tensors(batch):
+        if tensor.ndim:
+            return tensor.size(0)
+    return 0

@@ -1,0 +1,266 @@
+"""Which calls of a loop's modules are the engine's, in plain torch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from harness.oracle import build, randn
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from scatterpar.integrations.divided_modules import DividedModules
+
+VIRTUAL = ["cpu:0", "cpu:1"]
+ROWS = randn(6, 4)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.heads = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 2)])
+        self.bank = Bank()
+
+    def forward(self, rows):
+        return self.heads[0](self.body(rows))
+
+
+class Bank(nn.Module):
+    """Keeps what it has seen, and has no parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def forward(self, rows):
+        self.sizes.append(len(rows))
+        return rows
+
+
+class Owner(nn.Module):
+    """A module that is no model, such as a LightningModule."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+        self.others = nn.ModuleDict({"judge": nn.Linear(3, 1)})
+
+    def forward(self, rows):
+        return self.others["judge"](self.net(rows))
+
+
+class Loss(nn.Module):
+    """Contains the model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, rows):
+        return self.scale * self.model(rows).square().mean()
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """The modules whose calls an engine has computed."""
+    modules = []
+    compute = DividedModules.compute
+
+    def counted(self, module, args, kwargs):
+        modules.append(module)
+        return compute(self, module, args, kwargs)
+
+    monkeypatch.setattr(DividedModules, "compute", counted)
+    return modules
+
+
+def net():
+    return build(Net)
+
+
+def test_which_calls_are_divided(computed):
+    model = net()
+    divided = DividedModules(model, VIRTUAL)
+    model(ROWS)
+    with divided.step({"rows": ROWS}):
+        assert model(ROWS).shape == (6, 3)
+        assert model(ROWS[:3]).shape == (3, 3)  # with any number of rows
+        hidden = model.body(ROWS)
+        model.heads[1](hidden)
+        model.body[0](ROWS)
+        model.body(ROWS[:3])  # not the batch's rows
+        model.bank(ROWS)  # without parameters
+        Loss(model)(ROWS)  # the model in it is
+    model(ROWS)
+    body = model.body
+    assert computed == [model, model, body, model.heads[1], body[0], model]
+    assert model.bank.sizes == [6]
+    divided.close()
+
+
+def test_children_of_an_owner_are_models(computed):
+    owner = build(Owner)
+    divided = DividedModules(owner, VIRTUAL, is_owner=True)
+    with divided.step(ROWS):
+        owner(ROWS)
+        owner.net(ROWS[:2])
+        owner.net.body(ROWS)
+        owner.added = build(lambda: nn.Linear(4, 4))
+    with divided.step(ROWS):
+        owner.added(ROWS[:2])
+    judge = owner.others["judge"]
+    assert computed == [owner.net, judge, owner.net, owner.net.body, owner.added]
+    divided.close()
+
+
+def test_one_device_divides_nothing(computed):
+    model = net()
+    with DividedModules(model, ["cpu"]).step(ROWS):
+        model(ROWS)
+    assert not computed
+
+
+@pytest.mark.parametrize("devices", [VIRTUAL, ["cpu"] * 3], ids="+".join)
+def test_gradients_are_added_outside_of_no_sync(devices):
+    model = net()
+    plain = copy.deepcopy(model)
+    divided = DividedModules(model, devices)
+    with divided.step(ROWS):
+        model(ROWS)  # makes the engine
+        with divided.no_sync():
+            model(ROWS).square().mean().backward()
+        assert divided.engine._calls.gradients.is_waiting
+        model.body(ROWS).square().mean().backward()
+    for call in (plain, plain.body):
+        call(ROWS).square().mean().backward()
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad)
+    divided.close()
+
+
+class Recomputed(Net):
+    """Its body gets twice the rows: with two replicas as many as the batch has."""
+
+    def forward(self, rows):
+        hidden = checkpoint(self.body, torch.cat([rows, rows]), use_reentrant=False)
+        return self.heads[0](hidden)[: len(rows)]
+
+
+def test_checkpoint_inside_of_the_model(computed):
+    model = build(Recomputed)
+    plain = copy.deepcopy(model)
+    divided = DividedModules(model, VIRTUAL)
+    with divided.step(ROWS):
+        model(ROWS).square().mean().backward()
+    plain(ROWS).square().mean().backward()
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad)
+    assert computed == [model]
+    divided.close()
+
+
+def test_checkpoint_around_a_part(computed):
+    model = net()
+    plain = copy.deepcopy(model)
+    divided = DividedModules(model, VIRTUAL)
+    with divided.step(ROWS):
+        hidden = checkpoint(model.body, ROWS, use_reentrant=False)
+        hidden.square().mean().backward()
+    plain.body(ROWS).square().mean().backward()
+    for parameter, expected in zip(
+        model.body.parameters(), plain.body.parameters(), strict=True
+    ):
+        torch.testing.assert_close(parameter.grad, expected.grad)
+    assert computed == [model.body, model.body]
+    divided.close()
+
+
+@pytest.mark.parametrize("by", ["compile", "wrapper"])
+def test_compiled_models_are_divided(by, computed):
+    model = net()
+    plain = copy.deepcopy(model)
+    called = model
+    if by == "wrapper":
+        called = torch.compile(model, backend="eager")
+    else:
+        model.compile(backend="eager")
+    compiled = model._compiled_call_impl
+    divided = DividedModules(called, VIRTUAL)
+    with divided.step(ROWS):
+        torch.testing.assert_close(called(ROWS), plain(ROWS))
+    assert computed == [model]
+    assert model._compiled_call_impl is compiled
+    assert divided.is_of(model)
+    divided.close()
+
+
+class Generates(Net):
+    def generate(self, rows, *, times):
+        return [self(rows) for _ in range(times)]
+
+
+def test_generate_runs_on_the_master(computed):
+    model = build(Generates)
+    divided = DividedModules(model, VIRTUAL)
+    with (
+        divided.step(ROWS),
+        pytest.warns(UserWarning, match="generate runs on the first device"),
+    ):
+        assert len(model.generate(ROWS, times=2)) == 2
+    assert not computed
+    assert "generate" not in vars(model)
+
+
+class Contrast(nn.Module):
+    """A loss that compares rows with each other, and trains its temperature."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, rows):
+        return (self.scale * rows @ rows.T).logsumexp(1).mean()
+
+
+class States(nn.Module):
+    """Returns states in another dimension than rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 3, batch_first=True)
+
+    def forward(self, rows):
+        return self.lstm(rows[:, None])[1][0]
+
+
+@pytest.mark.parametrize("kind", [Contrast, States])
+def test_part_that_is_not_divided_is_told_once(kind, recwarn):
+    model = build(lambda: nn.Sequential(kind(), nn.Tanh()))
+    plain = copy.deepcopy(model)
+    divided = DividedModules(model, VIRTUAL)
+    with divided.step(ROWS):
+        for _ in range(3):
+            model.zero_grad()
+            output = model[0](ROWS)
+            output.sum().backward()
+            torch.testing.assert_close(output, plain[0](ROWS))
+    plain[0](ROWS).sum().backward()
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad)
+    texts = [str(warning.message) for warning in recwarn]
+    words = f"a call of {kind.__name__} is computed on the first device alone"
+    assert len([text for text in texts if words in text]) == 1
+    divided.close()
+
+
+def test_error_leaves_the_modules_as_before():
+    model = net()
+    divided = DividedModules(model, VIRTUAL)
+    with pytest.raises(RuntimeError), divided.step(ROWS):
+        model(torch.zeros(6, 5))
+    for part in model.modules():
+        assert "_compiled_call_impl" not in vars(part)
+    divided.close()

@@ -408,7 +408,9 @@ class Calls:
                 atoms = [division.on_master(number, atom) for number, atom in numbered]
                 if not atoms[0].ndim:
                     return self._combined(atoms, rule, computed, options)
-            return join_rows(atoms, dim, rows, rows, lists=lists)
+            # engine.map computes no gradient.
+            names_map = not torch.is_grad_enabled()
+            return join_rows(atoms, dim, rows, rows, lists=lists, names_map=names_map)
 
         def is_atom(values: Sequence[Any]) -> bool:
             return isinstance(values[0], PackedSequence) or (

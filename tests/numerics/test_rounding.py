@@ -146,11 +146,11 @@ def allowed_tf32(monkeypatch):
 def test_looks_compute_without_tf32(devices, monkeypatch, allowed_tf32):
     """Two right gradients differed by 6 %, where 3 % are allowed."""
     differences = []
-    verdict_of = look._judged
+    judged = look._judged
 
-    def recorded(evidence, run):
-        differences.append(evidence.difference)
-        return verdict_of(evidence, run)
+    def recorded(results, run):
+        differences.append(results.difference)
+        return judged(results, run)
 
     monkeypatch.setattr(look, "_judged", recorded)
     for rounds in (False, True):

@@ -281,9 +281,18 @@ def mlp():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
+# The compiler takes seconds for each: one of a kind by default.
+DEFAULT = [("option", "engine"), ("torch.compile", "pair")]
+SLOW = pytest.mark.slow
+OF_CALLS = [
+    pytest.param(way, kind, marks=() if (way, kind) in DEFAULT else SLOW)
+    for way in ("torch.compile", "method", "option")
+    for kind in ("engine", "pair")
+]
+
+
 @pytest.mark.parametrize("device_ids", DEVICES)
-@pytest.mark.parametrize("way", ["torch.compile", "method", "option"])
-@pytest.mark.parametrize("kind", ["engine", "pair"])
+@pytest.mark.parametrize(("way", "kind"), OF_CALLS)
 def test_calls_of_compiled_modules_are_exact(graphs, device_ids, way, kind):
     """All replicas run compiled, the user's own module, too."""
     net, plain = build(mlp), build(mlp)

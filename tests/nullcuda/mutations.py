@@ -24,6 +24,7 @@ ENGINE = (
     ".",
     "devices",
     "options",
+    "options/graphs",
     "replicas",
     "step",
     "threads",
@@ -187,9 +188,9 @@ what is computed after a capture uses the graph's workspaces
 test_closed_engine_leaves_others_workspaces: AssertionError
 
 a capture that is lost is not tried again
--except _CaptureLost:
+-except CaptureLost:
 -                    tape = self.record(task, graph, number)
-+except _CaptureLost:
++except CaptureLost:
 +                    raise
 test_waiting_thread_breaks_the_capture: AssertionError
 """

@@ -217,7 +217,7 @@ def sources() -> dict[Path, str]:
     """The files of the engine, relative to the repository."""
     files: list[Path] = []
     for package in ENGINE:
-        files += (ROOT / "scatterpar" / package).rglob("*.py")
+        files += (ROOT / "scatterpar" / package).glob("*.py")
     return {file.relative_to(ROOT): file.read_text() for file in sorted(files)}
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from scatterpar.batch import nested
 from scatterpar.batch.batch import batch_of
@@ -26,7 +27,6 @@ from scatterpar.batch.joining import join_rows
 from scatterpar.batch.markers import Rows
 from scatterpar.causes.batch_normalisation import uses_batch_statistics
 from scatterpar.devices.copies import to_device
-from scatterpar.devices.virtual_devices import physical
 from scatterpar.numerics.comparison import magnitudes
 from scatterpar.objects.references import module_of
 from scatterpar.plan import Plan, make_plan
@@ -190,34 +190,41 @@ def _outputs_of_rows(
     rows: Sequence[int], plan: Plan, outputs: Sequence[Any], dim: int
 ) -> Iterator[Any]:
     """Yield the output of each row, without its graph, in the master's memory."""
-    master = physical(plan.shares[0].device)
+    master = plan.shares[0].device
 
-    def on_master(tensor: Tensor) -> Tensor:
-        return to_device(tensor.detach(), master)
+    def on_master(tensor: Tensor, *, is_copied: bool) -> Tensor:
+        return to_device(tensor.detach(), master, copy=is_copied)
 
     for share, output in zip(plan.shares, outputs, strict=True):
+        # Torch sees no difference between virtual devices.
+        move = partial(on_master, is_copied=share.device != master)
         for row in rows:
             if share.start <= row < share.stop:
                 cut = cut_rows(output, row - share.start, 1, share.rows, dim)
-                yield nested.map_tensors(on_master, cut)
+                yield nested.map_tensors(move, cut)
 
 
 def injects_gradient(output: Any) -> bool:
     """Whether the graph of a replica's output adds a gradient of its own.
 
-    Then a loss times zero has a gradient. It is asked of graphs alone that have an
-    ``autograd.Function`` of the user's, because the answer takes a backward pass.
+    Then a loss times zero has a gradient behind an ``autograd.Function`` of the user's.
+    The backward pass ends there: it reaches none of the user's parameters, so gradients
+    that wait at replicas stay as they are.
     """
     roots = [tensor for tensor in nested.tensors(output) if tensor.requires_grad]
     nodes = list(chain.from_iterable(map(nodes_reached, roots)))
-    if not any(map(is_function_of_user, nodes)):
+    edges: list[GradientEdge] = []
+    for node in filter(is_function_of_user, nodes):
+        for next_node, place in node.next_functions:
+            if next_node is not None:
+                edges.append(GradientEdge(next_node, place))
+    if not edges:
         return False
-    leaves = leaves_of(nodes)
     zeros = [torch.zeros_like(root) for root in roots]
     try:
-        with hooks_taken_off(leaves):
+        with hooks_taken_off(leaves_of(nodes)):
             gradients = torch.autograd.grad(
-                roots, leaves, zeros, retain_graph=True, allow_unused=True
+                roots, edges, zeros, retain_graph=True, allow_unused=True
             )
     except RuntimeError:  # a graph that allows one backward pass only
         return False

@@ -12,6 +12,7 @@ from harness.looks import (
     INPUTS,
     LABELS,
     VALUES,
+    WithBalance,
     balancing,
     calls,
     counted,
@@ -149,6 +150,38 @@ def test_injected_gradient_refused(device_ids):
     criterion(outputs, VALUES).backward()  # the look has left the graph
 
 
+INJECTED = {  # where the gradient of the function goes first
+    "another node": balancing(lambda gates: gates.square().mean()),
+    "a parameter": lambda net, rows: WithBalance.apply(
+        net.linear(rows), net.linear.weight.sum()
+    ),
+    "a copy of a parameter": lambda net, rows: (
+        net.linear(rows)
+        @ WithBalance.apply(torch.eye(CLASSES).double(), net.linear.bias.sum())
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INJECTED)
+def test_injected_gradient_refused_as_gradients_wait(device_ids, name):
+    """A gradient of all leaves was asked for, which ``no_sync`` refuses: no answer."""
+    module = build(net(INJECTED[name]))
+    model = DataParallelModel(module, device_ids)
+    unchecked = DataParallelCriterion(nn.MSELoss(), verify=False)
+    with model.no_sync():
+        for loss_of in (unchecked, unchecked):
+            loss_of(model(INPUTS), VALUES).backward()
+        with pytest.raises(ValueError, match="adds a gradient that is not that of"):
+            DataParallelCriterion(nn.MSELoss())(model(INPUTS), VALUES)
+    unchecked(model(INPUTS), VALUES).backward()
+    waited = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    for _ in range(3):
+        unchecked(model(INPUTS), VALUES).backward()
+    for gradient, parameter in zip(waited, module.parameters(), strict=True):
+        assert_close(gradient, parameter.grad, "what has waited")
+
+
 def test_calls_1_2_4_8_are_looked_at(device_ids):
     looks = []
     criterion = counted(lambda o, t: F.mse_loss(o, t))
@@ -189,7 +222,7 @@ def test_unchecked_told_once_state_stays(device_ids):
     with pytest.warns(UserWarning, match=words) as caught:
         calls()
     assert len(caught) == 1
-    assert criterion.module.calls == 0
+    assert criterion.module.calls == 20  # the first replica's, which is the module
     again = pickle.loads(pickle.dumps(DataParallelCriterion(nn.MSELoss())))
     expected = F.mse_loss(gather(outputs, "cpu"), VALUES)
     assert_close(again(outputs, VALUES).detach(), expected.detach(), "loss")

@@ -35,14 +35,17 @@ PAGE = (DOCS / "architecture.md").read_text(encoding="utf-8")
 
 
 def section(title):
-    """The text of a section of the page."""
-    return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+    """The text of a section of the page, up to the next heading."""
+    after = re.split(rf"\n##+ {re.escape(title)}\n", PAGE)[1]
+    return re.split(r"\n##+ ", after)[0]
 
 
 def lines_of_the_page():
     """The packages and files of each line of the drawing, the lowest line first."""
     drawing = section("What may call what").split("```")[1].removeprefix("text\n")
-    return [line.split(", ") for line in reversed(drawing.strip().splitlines())]
+    # Behind two spaces a line says what its packages are for.
+    lines = [line.partition("  ")[0] for line in drawing.strip().splitlines()]
+    return [line.split(", ") for line in reversed(lines)]
 
 
 LEVELS = {
@@ -298,7 +301,7 @@ def test_page_lists_libraries_that_heart_names():
             named |= {(name.partition(".")[0], file) for name in names}
     rows = re.findall(
         r"^\| `(?:transformers\.)?([A-Za-z]\w*)` \| (`\w+/.*?) \|",
-        section("What may call what"),
+        section("Libraries known by name"),
         re.MULTILINE,
     )
     assert named == {
@@ -443,7 +446,8 @@ def test_page_lists_private_attributes_read():
         path for path in PACKAGE.rglob("*.py") if "torch_private" not in path.parts
     ]
     read = {name for path in files for name in private_attributes_in(path)}
-    rows = re.findall(r"^\| (`_.*?) \|", section("What may call what"), re.MULTILINE)
+    table = section("Private attributes of torch")
+    rows = re.findall(r"^\| (`_.*?) \|", table, re.MULTILINE)
     assert read == {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 

@@ -37,7 +37,7 @@ from scatterpar.verify.results import NOTHING, Result
 PACKAGE = Path(scatterpar.__file__).parent
 FOLDERS = ("verify", "numerics", "causes", "splitting", "checkup")
 FILES = [path for folder in FOLDERS for path in sorted((PACKAGE / folder).glob("*.py"))]
-FILES.append(PACKAGE / "options" / "tape.py")
+FILES += sorted((PACKAGE / "options" / "graphs").glob("*.py"))
 # Words of names that hold a measured number, which may be NaN or infinite.
 MEASURED = {
     "cosine", "difference", "effect", "effects", "error", "errors", "factor", "growth",
@@ -54,6 +54,7 @@ MAY_BE_LARGER = {
     "verify/schedule.py ranges_of": "a number of entries",
     "verify/schedule.py informative_tensors": "a number of entries",
     "verify/runs.py __init__": "numbers of rows",
+    "options/graphs/replay.py _has_room": "bytes",
     "verify/user_code.py __init__": "bytes",
     "causes/cause_list.py kind_of_weights": "a number of parts",
     "causes/evidence.py is_of_a_term": "NaN gets a no",

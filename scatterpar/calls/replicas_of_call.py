@@ -2,11 +2,12 @@
 
 Parameters are sent when they have changed::
 
-    a call              versions are compared
+    a call              versions and storages are compared
     the first call      values, too: a write through ``.data`` raises no version
     after gradients
     were added, or of
-    another mode
+    another mode, or
+    after a failed one
 """
 
 from __future__ import annotations
@@ -73,19 +74,17 @@ class ReplicasOfCall:
         replica_set = self.replica_set
         is_recorded = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad():
-            replica_set.follow(
-                self._replicated,
-                self.device_ids,
-                may_lack_data=True,
-                # Storages, too, are exchanged without a change of versions.
-                asks_places=self.gradients.were_added,
-            )
+            places = replica_set.broadcast.places
+            replica_set.follow(self._replicated, self.device_ids, may_lack_data=True)
+            are_in_place = replica_set.broadcast.places is places
             seen = replica_set.builds, replica_set.sends
             # Between training and evaluation a loop may swap values, through ``.data``.
             mode = replica_set.flags, is_recorded
             is_other_mode = mode != self._mode
             self._mode = mode
             is_read_again = self.gradients.were_added or is_other_mode
+            # ``.data = values`` raises no version, either.
+            is_read_again |= not are_in_place
             reads_values = seen != self._seen or is_read_again
             present = versions(replica_set.tensors)
             changed: Set[int] = frozenset()
@@ -142,6 +141,7 @@ class ReplicasOfCall:
     def restore_buffers(self) -> None:
         """Restore the attributes of the user's modules, and the values of buffers."""
         replica_set = self.replica_set
+        self._seen = (-1, -1)  # the next call reads all values
         registries: set[int] = set()
         for module in replica_set.modules:
             registries |= {id(module._buffers), id(module._parameters)}

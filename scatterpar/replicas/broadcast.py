@@ -84,6 +84,7 @@ class Broadcast:
         contents: the module's contents that were sent.
         memories: the devices, each once; the master is the first.
         parameters: the numbers of the tensors that are parameters.
+        places: aliases of the tensors as they were stored when they were adopted.
     """
 
     def __init__(
@@ -103,9 +104,8 @@ class Broadcast:
             parameters = [self._tensors[number] for number in self.parameters]
             self._copied = CopiedParameters(parameters)
         self._layout = _layout(contents)
-        # Aliases, to see later whether a tensor's storage, shape or strides were
-        # exchanged.
-        self._places = list(map(Tensor.detach, self._tensors))
+        # To see later whether a tensor's storage, shape or strides were exchanged.
+        self.places = list(map(Tensor.detach, self._tensors))
         self._copies = {
             device: empty_like_on(self._tensors, device) for device in self.memories[1:]
         }
@@ -137,7 +137,7 @@ class Broadcast:
             return False
         self.contents = contents  # another root may hold the same tensors
         self._flat.pop(self.memories[0], None)
-        self._places = list(map(Tensor.detach, self._tensors))
+        self.places = list(map(Tensor.detach, self._tensors))
         return True
 
     def adopt_storages(self) -> bool:
@@ -146,7 +146,7 @@ class Broadcast:
         Returns ``False``, and changes nothing, if a kind or a shape is another.
         """
         # The first question needs no Python call per tensor.
-        return self._are_in_place() or self.adopt(self.contents, self.memories)
+        return self.are_in_place() or self.adopt(self.contents, self.memories)
 
     def at(self, device: torch.device) -> Sequence[Tensor]:
         """The tensors in the memory of ``device``."""
@@ -180,7 +180,7 @@ class Broadcast:
         """Whether all tensors are in their places, with the versions of the last
         ``update``.
         """
-        if not self._are_in_place():
+        if not self.are_in_place():
             return False
         return versions(self._tensors) == self._versions
 
@@ -335,7 +335,7 @@ class Broadcast:
     def _flat_at(self, device: torch.device) -> Mapping[int, Tensor]:
         """Flat views of the tensors of a device that have one, by number."""
         # The user may exchange the storage of a tensor, which its view does not see.
-        if device == self.memories[0] and not self._are_in_place():
+        if device == self.memories[0] and not self.are_in_place():
             self._flat.pop(device, None)
         if device not in self._flat:
             flat: dict[int, Tensor] = {}
@@ -346,9 +346,9 @@ class Broadcast:
             self._flat[device] = flat
         return self._flat[device]
 
-    def _are_in_place(self) -> bool:
+    def are_in_place(self) -> bool:
         """Whether the storage, shape and strides of all tensors are as they were."""
-        return all(map(Tensor.is_set_to, self._tensors, self._places))
+        return all(map(Tensor.is_set_to, self._tensors, self.places))
 
 
 def _layout(contents: ModuleContents) -> list[Any]:

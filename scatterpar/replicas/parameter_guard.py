@@ -2,8 +2,9 @@
 
 If a forward pass writes parameters, the result for the whole batch is not defined, and
 replicas in one memory may read half-written values. The error names the parameter.
-Values that were overwritten in the user's module are lost: a copy of all parameters
-would cost more than forward passes that write them are worth.
+If the user's parameter has another storage, it gets its own one back. Values that were
+overwritten in the user's module are lost: a copy of all parameters would cost more than
+forward passes that write them are worth.
 """
 
 from __future__ import annotations
@@ -48,20 +49,34 @@ class ParameterGuard:
         # The mode whose first pass is to come, once its values are remembered.
         self._begun_mode: Hashable = None
         self._master, *_ = broadcast.memories
-        self._values = {
-            device: WrittenTensors(_parameters(broadcast, broadcast.at(device)), device)
-            for device in broadcast.memories
-        }
         # One after the other, those of each copy together: few calls ask for all.
         self._devices: list[torch.device] = []
-        parameters: list[Tensor] = []
-        stored_as: list[Tensor] = []
-        # The user's own, too: an object that replicas share may lead to them.
+        self._parameters: list[Tensor] = []
+        # The user's own, too: an object that replicas share may lead to them, and in a
+        # call the first replica is the user's module.
         for device, tensors in [(self._master, broadcast.at(self._master)), *copies]:
             self._devices.append(device)
-            parameters += _parameters(broadcast, tensors)
+            self._parameters += _parameters(broadcast, tensors)
+        self._places: Sequence[Tensor] = ()
+        self._follow_places()
+
+    def _follow_places(self) -> None:
+        """Watch the memory where the user's tensors are stored now."""
+        broadcast = self._broadcast
+        if self._places is broadcast.places:
+            return
+        self._places = broadcast.places
+        self._begun_mode = None
+        # Aliases of the user's tensors, which may be stored elsewhere after a pass.
+        at_master = WrittenTensors(_parameters(broadcast, self._places), self._master)
+        self._values = {self._master: at_master}
+        for device in broadcast.memories[1:]:
+            tensors = _parameters(broadcast, broadcast.at(device))
+            self._values[device] = WrittenTensors(tensors, device)
+        stored_as: list[Tensor] = []
+        for device in self._devices:
             stored_as += self._values[device].tensors
-        self._copies = WrittenTensors(parameters, stored_as=stored_as)
+        self._copies = WrittenTensors(self._parameters, stored_as=stored_as)
 
     def invalidate(self) -> None:
         """A parameter was written: forget which modes are checked, which values were
@@ -77,6 +92,7 @@ class ParameterGuard:
         be what the pass finds.
         """
         if mode not in self.checked_modes:
+            self._follow_places()
             self._begin_values()
             self._begun_mode = mode
 
@@ -102,6 +118,7 @@ class ParameterGuard:
         because writes through ``.data`` change no version. ``check_once`` is called
         after the first pass. Calls in turn may write what is ``handed_on``.
         """
+        self._follow_places()
         is_first = mode not in self.checked_modes
         # To read all values is too much for each step.
         if is_first and self._begun_mode != mode:
@@ -154,6 +171,7 @@ class ParameterGuard:
             return
         # Values in other memories may have been written, too.
         self.invalidate()
+        self._restore_places(written)
         # Only what was written in the master's memory cannot be restored.
         lost = writes[self._master]
         # The error names one that is lost, if there is one: the user has to restore it.
@@ -185,6 +203,13 @@ class ParameterGuard:
             f"{outcome}; {remedy}write it after the optimizer's step, or keep what "
             "forward passes write in a buffer (register_buffer)"
         )
+
+    def _restore_places(self, numbers: Iterable[int]) -> None:
+        """Store those of the user's tensors where they were when the pass began."""
+        tensors = self._broadcast.at(self._master)
+        for number in numbers:
+            if not tensors[number].is_set_to(self._places[number]):
+                tensors[number].data = self._places[number]
 
     def _name_of(self, original: Tensor) -> str:
         for name, parameter in parameters_of(*self._broadcast.contents.roots):
@@ -229,7 +254,7 @@ class ParameterGuard:
         tensor = self._copies.tensors[
             copy * len(self._broadcast.parameters) + parameter
         ]
-        if not self._values[self._master].tensors[parameter].requires_grad:
+        if not self._parameters[parameter].requires_grad:  # the user's are the first
             sent = sent.to(tensor.dtype)
         return same_bits(tensor, sent)
 

@@ -311,14 +311,12 @@ class ReplicaSet:
         *,
         ignores_data: bool = False,
         may_lack_data: bool = False,
-        asks_places: bool = True,
     ) -> None:
         """Make the replicas match ``root``, except in values of tensors.
 
         With ``ignores_data`` also except in data that the modules keep as attributes,
         such as a list of losses: for calls of the user's own modules. Replicas that
-        ``may_lack_data`` need not have copies of data that was shared before. If it
-        ``asks_places``, tensors whose storage was exchanged are found.
+        ``may_lack_data`` need not have copies of data that was shared before.
         """
         self.calls_in_backward.end()  # of a try that has failed
         # By identity: an equal module has other parameters.
@@ -327,7 +325,7 @@ class ReplicaSet:
         self._ignores_data = ignores_data
         self.root = root
         self.device_ids = device_ids
-        if is_new or not self._update_in_place(asks_places):
+        if is_new or not self._update_in_place(asks_places=True):
             self._build()
         for module, hook in self.computed:
             set_computed(module, hook)
@@ -415,7 +413,8 @@ class ReplicaSet:
                 replica.tensors[slot.number].grad = None
 
     def _update_in_place(self, asks_places: bool) -> bool:
-        """Copy changed plain values, and set which tensors require grad.
+        """Copy changed plain values, and set which tensors require grad. If it
+        ``asks_places``, tensors whose storage was exchanged are found.
 
         Returns ``False`` if anything else has changed, so that new replicas are needed.
         Plain values are numbers, strings and flags: schedules change these at every

@@ -79,6 +79,77 @@ def test_change_reaches_the_next_call(layout, change):
                 assert_close(mine, parameter.grad, change)
 
 
+def exchange(weight):
+    weight.data = 2 * weight.data
+
+
+@torch.no_grad()
+def set_elsewhere(weight):
+    weight.set_(2 * weight)
+
+
+@pytest.mark.parametrize("write", [exchange, set_elsewhere])
+def test_exchanged_storage_reaches_the_next_call(layout, write):
+    """No gradient was added: the forward pass was told to have written it."""
+    net = build(mlp)
+    with ScatterOnceParallel(net, device_ids=layout, verify=False) as engine:
+        for _ in range(3):
+            assert_close(engine(ROWS).detach(), net(ROWS).detach(), "output")
+            write(net[0].weight)
+
+
+@pytest.mark.parametrize("write", [exchange, set_elsewhere])
+@pytest.mark.parametrize("fails", [False, True], ids=["writes", "fails, too"])
+def test_failed_call_restores_storages(layout, write, fails):
+    """The user's module is the first replica: it had kept what the pass has set."""
+
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.does = nn.Linear(6, 3), False
+
+        def forward(self, rows):
+            if self.does:
+                write(self.layer.weight)
+                if fails:
+                    raise RuntimeError("mine")
+            return self.layer(rows)
+
+    net = build(Writes)
+    with ScatterOnceParallel(net, device_ids=layout, verify=False) as engine:
+        expected = engine(ROWS).detach()
+        for _ in range(2):
+            net.does = True
+            with pytest.raises(RuntimeError, match="nothing was changed"):
+                engine(ROWS)
+            net.does = False
+            assert torch.equal(net(ROWS), engine(ROWS))
+            assert torch.equal(engine(ROWS), expected)
+
+
+def test_values_sent_again_after_uncounted_write():
+    """A replica had its own product for good."""
+    switch = {"on": True}  # no flag of a module, whose change has values read again
+
+    class Decays(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, rows):
+            if switch["on"]:
+                self.layer.weight.data.mul_(1 + rows.sum() ** 2)
+            return self.layer(rows)
+
+    net = build(Decays)
+    ids = ["cpu:0", "cpu:1"]
+    with ScatterOnceParallel(net, device_ids=ids, verify=False) as engine:
+        with pytest.raises(RuntimeError, match="values are lost"):
+            engine(ROWS)
+        switch["on"] = False
+        assert_close(engine(ROWS).detach(), net(ROWS).detach(), "output")
+
+
 def test_failed_call_restores_buffers_and_draws(layout):
     class Fails(nn.Module):
         def __init__(self):

@@ -42,7 +42,6 @@ from scatterpar.objects.journal import Journal
 from scatterpar.objects.walk import register_wrapper
 from scatterpar.options.assigned_options import fixed, option
 from scatterpar.options.auto_accum import AutoAccum, Search
-from scatterpar.options.batch_groups import BatchGroups
 from scatterpar.options.call_arguments import (
     explaining_keywords,
     read_arguments,
@@ -59,11 +58,9 @@ from scatterpar.report import StepReport
 from scatterpar.step.attempt import Attempt, Extent
 from scatterpar.step.call_state import journal_of_call
 from scatterpar.step.commit import commit
-from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.misfits import add_advice
 from scatterpar.step.reduce import Outcome, reduce
-from scatterpar.step.replica_threads import ReplicaThreads
 from scatterpar.step.request import (
     Accum,
     Buffers,
@@ -71,7 +68,6 @@ from scatterpar.step.request import (
     CountFunction,
     Criterion,
     EngineOptions,
-    LossCandidate,
     Reduction,
     Request,
     StepOptions,
@@ -87,10 +83,9 @@ from scatterpar.step.scatter import (
     scatter,
 )
 from scatterpar.step.substeps import Schedule, user_state_guarded
-from scatterpar.step.task import ReplicaTask, call_inputs, make_tasks
+from scatterpar.step.task import call_inputs, make_tasks
 from scatterpar.step.tries import Tries, Try
-from scatterpar.step.turns import TurnOrder
-from scatterpar.threads.workers import Workers, threads_of
+from scatterpar.threads.workers import Workers
 from scatterpar.torch_private.compiler import never_compiled, unwrapped
 from scatterpar.verify.gradient_check import (
     GradientCheck,
@@ -98,7 +93,7 @@ from scatterpar.verify.gradient_check import (
     compare,
     in_double,
 )
-from scatterpar.verify.verifier import Choice, Verifier
+from scatterpar.verify.verifier import Verifier
 from scatterpar.wrapper import ModuleT, Wrapper
 
 _BELONGS_TO_STEPS = (
@@ -173,8 +168,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         shares: the relative sizes of the replicas' shares, one number per replica.
         last_step: a :class:`StepReport` of the last step; ``None`` before the first
             step.
-        loop: the options of a loop of another library; see ``LoopOptions``.
-        chosen: of the candidates of such a loop, the one of the last step.
 
     The options ``accum``, ``micro_batch_size``, ``dim``, ``shares``, ``check_finite``,
     ``verify`` and ``graphs`` may be set later. The value is checked as in the
@@ -293,9 +286,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         "_verifier",
         "_one_pass",
         "_loss_watch",
-        "_threads",
-        "loop",
-        "chosen",
     )
 
     def _init_transient(self) -> None:
@@ -312,10 +302,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         self._init_verifier()
         self._one_pass = self._made_schedule(self._options)
         self._loss_watch = LossWatch(self.module)
-        self._threads: ReplicaThreads | None = None  # of the present attempt
         self._step_ended = math.inf  # the first step has not waited
-        self.loop = LoopOptions()
-        self.chosen: LossCandidate | None = None
 
     def _init_verifier(self) -> None:
         self._verifier = Verifier(self._ranks is not None) if self.verify else None
@@ -494,7 +481,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 request = checked(
                     call, self.dim, self.device_ids[0], self.check_finite, backward
                 )
-                request = self._combined(request)
                 tries = self._tries(request, schedule)  # 1
                 # No function between: the traceback of a user's error is short.
                 while True:
@@ -521,29 +507,12 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 # is written, since a program may make warnings errors.
                 if self._verifier is not None:
                     self._verifier.tell()
-                # The batches of a library's loop are of its loader.
-                if not self.loop.loss_name:
-                    outcome.attempt.writes.tell(request.batches[0].inputs)
+                outcome.attempt.writes.tell(request.batches[0].inputs)
                 loss = commit(outcome, deferred=deferred)  # 6
-            # A library's loop may skip a batch, and its backward pass, on purpose.
-            if deferred and not self.loop.loss_name:
+            if deferred:
                 self._loss_watch.begin(loss)
             self.last_step = outcome.report(waited, schedule)
-            self.chosen = outcome.request.candidate
         return (loss, outcome.outputs) if call.return_outputs else loss
-
-    def _combined(self, request: Request) -> Request:
-        """The request, with the words of a loop, and the candidate that looks have
-        left.
-        """
-        if self.loop.loss_name:
-            request = replace(request, loss_name=self.loop.loss_name)
-        candidates = self.loop.candidates
-        if not candidates or request.whole_batch:
-            return request
-        if self._verifier is not None:
-            candidates = self._verifier.remaining(candidates)
-        return request.combined_by(candidates[0])
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[float]:
@@ -581,7 +550,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             request.sizes,
             self.device_ids,
             shares=self.shares,
-            threads=self._threads_in_turn(),
         )
         num_replicas = len(self.device_ids)
         return Search(
@@ -594,13 +562,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             self._journal(request, function),
         )
 
-    def _compute(
-        self, schedule: Schedule, this: Try, choice: Choice | None = None
-    ) -> Outcome:
-        """Parts 2 to 5 of the step: all except the plan and the commit.
-
-        ``choice`` is that of a look that was made.
-        """
+    def _compute(self, schedule: Schedule, this: Try) -> Outcome:
+        """Parts 2 to 5 of the step: all except the plan and the commit."""
         request = this.request
         with self._attempt(this) as attempt:
             transfers = attempt.transfers
@@ -614,33 +577,11 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 )
             with attempt.phase("compute"), user_state_guarded(attempt):  # 4
                 tasks = make_tasks(attempt, loaders)
-                if choice is None:
-                    choice = self._choice(attempt, tasks)
-                    if self._replicas.were_found_to_write():
-                        # Each replica gets its own of what calls write.
-                        self._replicas.refresh(
-                            self.module, request.criterion, transfers, number
-                        )
-                        tasks = make_tasks(attempt, loaders)
-                attempt.threads.widen(choice.scope)
-                is_as_assumed = choice.candidate is request.candidate
-                if is_as_assumed:
-                    computed = schedule.run(attempt, tasks)
-            if is_as_assumed:
-                with attempt.phase("reduce"):  # 5
-                    return reduce(attempt, computed)
-        assert choice.candidate is not None
-        # Other weights, and perhaps other inputs: rows arrive again.
-        request = request.combined_by(choice.candidate)
-        del attempt, loaders, tasks
-        return self._compute(schedule, this._replace(request=request), choice)
-
-    def _choice(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Choice:
-        """Look at a step if that is due, and return what it chooses."""
-        is_checked = self.loop.is_checked and not attempt.extent.is_trial
-        if self._verifier is None or not is_checked:
-            return Choice(attempt.request.candidate)
-        return self._verifier.check(attempt, tasks, self.loop)
+                if self._verifier is not None and not attempt.extent.is_trial:
+                    attempt.threads.widen(self._verifier.check(attempt, tasks))
+                computed = schedule.run(attempt, tasks)
+            with attempt.phase("reduce"):  # 5
+                return reduce(attempt, computed)
 
     def _scattered(self, attempt: Attempt) -> list[ShareLoader]:
         """A loader per share; the weights of the losses are known afterwards."""
@@ -672,11 +613,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             known_writes=self._known_writes,
             replica_offset=self._ranks.rank * _MAX_REPLICAS if self._ranks else None,
         )
-        self._replicas.ignores_data = self.loop.lends
-        # Replicas that take turns leave cores idle, which the one in turn may use.
-        if self.loop.takes_turns:
-            attempt.threads.widen(self.loop.turn)
-        self._threads = attempt.threads
         try:
             with attempt.undo:
                 yield attempt
@@ -684,7 +620,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             add_advice(error, request)
             raise
         finally:
-            self._threads = None
             # A thread that did not end in time may still write its replica: others are
             # made.
             if self._workers.abandoned:
@@ -711,12 +646,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             accum,
             self.micro_batch_size,
             self.shares,
-            self._threads_in_turn(),
         )
-
-    def _threads_in_turn(self) -> Sequence[int]:
-        """The replicas' threads, to which micro-batches are dealt in turns; or none."""
-        return threads_of(self.device_ids) if self.loop.takes_turns else ()
 
     @never_compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -889,23 +819,12 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
 
     def _journal(self, request: Request, function: Any = None) -> Journal:
         """The state that tries which run out of memory may move."""
-        # A function that is mapped is none of the loop's.
-        if self.loop.written is not None and function is None:
-            return Journal(self.loop.written(), self.device_ids)
         return journal_of_call(self.module, request, self.device_ids, function)
 
     def _mapped(self, work: RowFunction, this: Try) -> Mapped:
         """Call a function for all rows: all except the plan and the commit."""
         with self._attempt(this) as attempt:
             return map_rows(attempt, self.module, work)
-
-    def batch_groups(self, function: Callable[[Any, Any], Any]) -> BatchGroups:
-        """For an evaluation of another library: calls of ``function(replica, batch)``
-        for whole batches. See ``BatchGroups``.
-        """
-        return BatchGroups(
-            function, self._attempt, self.module, self.device_ids, self._workers
-        )
 
     @never_compiled
     @explaining_keywords
@@ -1002,11 +921,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
     def present_replicas(self) -> ReplicaSet:
         """The replicas as they are in the present step, for what it calls."""
         return self._replicas.of_model
-
-    @property
-    def present_turns(self) -> TurnOrder | None:
-        """The turns of the present pass over the shares, for what it calls; or none."""
-        return None if self._threads is None else self._threads.turns
 
     def extra_repr(self) -> str:
         """The devices, and options that are not the defaults, for ``repr(engine)``."""

@@ -8,13 +8,12 @@ micro-batches        0:3 3:5      5:7 7:9
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain
+from itertools import chain
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -34,7 +33,7 @@ class Share:
     """The rows of the batch that one replica handles.
 
     Several batches (``Rows.from_batches``) count as one: rows between ``start`` and
-    ``stop`` may belong to other shares, as in a plan that is dealt.
+    ``stop`` may belong to other shares.
 
     Attributes:
         replica: the number of the replica.
@@ -90,13 +89,10 @@ class Plan(Printed):
     Attributes:
         rows: the number of rows in the batch.
         shares: one per replica that has rows.
-        is_dealt: whether micro-batches go to replicas in turn (``dealt``), so that rows
-            of one share lie between those of others.
     """
 
     rows: int
     shares: tuple[Share, ...]
-    is_dealt: bool = False
 
     @cached_property
     def substep_rows(self) -> tuple[int, ...]:
@@ -106,7 +102,7 @@ class Plan(Printed):
     def by_rows(self, values: Iterable[Sequence[_Value]]) -> list[_Value]:
         """Values of the micro-batches of each share, in the order of the rows.
 
-        Shares of a plan that is dealt lie between each other.
+        Shares of several batches lie between each other.
         """
         pieces: list[tuple[tuple[int, int], _Value]] = []
         for share, values_of_share in zip(self.shares, values, strict=True):
@@ -141,7 +137,6 @@ def make_plan(
     accum: int = 1,
     micro_batch_size: int | Sequence[int] | None = None,
     shares: Sequence[float] | None = None,
-    threads: Sequence[int] = (),
 ) -> Plan:
     """Split ``rows`` over ``devices``, and each share into micro-batches.
 
@@ -150,8 +145,7 @@ def make_plan(
     With ``shares`` the rows are divided in proportion, with a difference of less than
     one row. A larger share is cut into more micro-batches, not into larger ones:
     ``accum`` times its size relative to an equal share, rounded up.
-    ``micro_batch_size`` may be a list with one number per replica. With ``threads``
-    micro-batches are ``dealt``.
+    ``micro_batch_size`` may be a list with one number per replica.
 
     >>> cpu = torch.device("cpu")
     >>> [share.rows for share in make_plan(9, [cpu] * 4).shares]
@@ -171,7 +165,7 @@ def make_plan(
         limits = tuple(micro_batch_size)
     if shares is None:
         shares = (1.0,) * len(devices)
-    return _plan(sizes, tuple(devices), accum, limits, tuple(shares), tuple(threads))
+    return _plan(sizes, tuple(devices), accum, limits, tuple(shares))
 
 
 @lru_cache(maxsize=64)  # training uses the same plan in every step
@@ -181,7 +175,6 @@ def _plan(
     accum: int,
     limits: tuple[Any, ...],
     shares: tuple[float, ...],
-    threads: tuple[int, ...],
 ) -> Plan:
     exact = list(map(Fraction, shares))  # rounding cannot change a plan
     parts = [share / sum(exact) for share in exact]
@@ -201,48 +194,7 @@ def _plan(
         Share(replica, devices[replica], tuple(spans))
         for replica, spans in micro_batches.items()
     ]
-    plan = Plan(first, tuple(planned))
-    return dealt(plan, sizes, threads) if threads else plan
-
-
-def dealt(plan: Plan, sizes: Sequence[int], threads: Sequence[int]) -> Plan:
-    """The plan with its micro-batches dealt to the replicas in turn. ::
-
-        rows                 9                       on two replicas, with accum=2
-        micro-batches        0:3   3:5   5:7   7:9
-        replicas             0     1     0     1
-
-    Each replica has as many micro-batches as before, of the same sizes, so limits and
-    proportions hold. Replicas that share a thread compute one after the other: the
-    first ones get the first rows. Several batches, of ``sizes`` rows, are dealt one by
-    one.
-
-    Args:
-        plan: a plan whose shares have their rows in order.
-        sizes: the number of rows of each batch.
-        threads: the number of each replica's thread.
-    """
-    rounds = rounds_of(threads)
-    ends = list(accumulate(sizes))
-    # For each micro-batch its batch, the round of its replica, its number among those
-    # of the replica in this batch, the replica: the order of the rows. Then its rows.
-    pieces: list[tuple[int, int, int, int, int]] = []
-    for number, share in enumerate(plan.shares):
-        seen: Counter[int] = Counter()
-        for start, stop in share.micro_batches:
-            batch = bisect_right(ends, start)
-            pieces.append((batch, rounds[number], seen[batch], number, stop - start))
-            seen[batch] += 1
-    spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    first = 0
-    for *_, replica, rows in sorted(pieces):
-        spans[replica].append((first, first + rows))
-        first += rows
-    shares = [
-        replace(share, micro_batches=tuple(spans[number]))
-        for number, share in enumerate(plan.shares)
-    ]
-    return replace(plan, shares=tuple(shares), is_dealt=True)
+    return Plan(first, tuple(planned))
 
 
 def rounds_of(threads: Sequence[int]) -> list[int]:

@@ -351,15 +351,6 @@ SABOTAGES = [
         seen_by="test_return_outputs_one_per_replica",
     ),
     Sabotage(
-        name="outputs in turns stay in the order of the shares",
-        promise="exact",
-        file="step/reduce.py",
-        place="returned_outputs",
-        text="if attempt.plan.is_dealt:",
-        replacement="if False:",
-        seen_by="test_returned_outputs_are_one_entry_in_order",
-    ),
-    Sabotage(
         name="batch statistics leave out how the means of micro-batches differ",
         promise="exact",
         file="replicas/batch_statistics.py",
@@ -884,18 +875,9 @@ SABOTAGES = [
         promise="exact",
         file="step/turns.py",
         place="TurnOrder._is_next",
-        text="return turn.place == next(iter(self._pending), turn.place)",
-        replacement="return self.present is None",
+        text="return place == next(iter(self._pending), place)",
+        replacement="return self._present is None",
         seen_by="test_calls_in_order_of_rows",
-    ),
-    Sabotage(
-        name="what lasts a turn lasts that of another replica",
-        promise="exact",
-        file="step/turns.py",
-        place="lasting_a_turn",
-        text="if turn is not None and turn.thread == threading.get_ident():",
-        replacement="if turn is not None:",
-        seen_by="test_lasts_no_turn_of_another_thread",
     ),
     Sabotage(
         name="a call begins after an earlier one has failed",
@@ -905,15 +887,6 @@ SABOTAGES = [
         text="raise Cancelled",
         replacement="pass",
         seen_by="test_no_call_after_one_that_fails",
-    ),
-    Sabotage(
-        name="a turn ends before a backward pass that needs what it lends",
-        promise="exact",
-        file="verify/look.py",
-        place="ReplicaLook._scope",
-        text="if self.runs.takes_turns and calls.disturbs:",
-        replacement="if False:",
-        seen_by="test_checkpoint_of_owner_has_replica",
     ),
     Sabotage(
         name="a look restores nothing that user code has written",
@@ -1864,7 +1837,7 @@ SABOTAGES = [
         place="step_is_refused",
         text="if not (verdict.problem and remedies):",
         replacement="if True:",
-        seen_by="test_refusal_names_the_loops_remedies",
+        seen_by="test_refusal_names_the_callers_remedies",
     ),
     Sabotage(
         name="each look takes as many rows as the first one",
@@ -2095,15 +2068,6 @@ SABOTAGES = [
         seen_by="test_dropout_is_no_draw_of_rows",
     ),
     # --- loops of libraries: as on one device ---
-    Sabotage(
-        name="losses combine as was assumed, whatever a look has found",
-        promise="loops: how losses combine",
-        file="engine.py",
-        place="ScatterOnceParallel._compute",
-        text="is_as_assumed = choice.candidate is request.candidate",
-        replacement="is_as_assumed = True",
-        seen_by="test_fitting_candidate_is_taken_in_step_1",
-    ),
     Sabotage(
         name="a resumed run draws other random numbers",
         promise="the training program: the same bits",

@@ -230,11 +230,7 @@ NAMES_OF_SEVERAL = {
     *("CHANGES", "OUT_OF_MEMORY", "REMEDIES", "shown", "tensors"),
 }
 # Of loops of libraries, and what goes with them.
-UNREAD = (
-    *("integrations/", "loops/", "options/batch_groups", "verify/choice"),
-    *("pair/recorded_copies", "replicas/handed_on", "replicas/calls_in_backward"),
-    *("step/turns", "verify/saved_writes"),
-)
+UNREAD = (*("integrations/", "verify/choice", "step/turns"),)
 
 
 def test_name_of_function_means_one_thing():
@@ -509,8 +505,7 @@ def test_functions_of_tables_are_defined():
 # What says that a tensor or a container has changed since an earlier time.
 CHANGES = {"version", "versions", "Fingerprints", "Snapshot", "WrittenTensors"}
 # Where loops of libraries ask.
-OF_LOOPS = ("loops/", "integrations/", "options/batch_groups", "replicas/handed_on")
-OF_LOOPS += ("verify/backward_calls",)
+OF_LOOPS = ("integrations/", "verify/backward_calls")
 
 
 def test_page_names_who_asks_what_has_changed():

@@ -4,7 +4,6 @@ order, none empty.
 
 from __future__ import annotations
 
-import itertools
 import math
 from fractions import Fraction
 
@@ -172,42 +171,3 @@ def test_plan_says_where_its_rows_are():
     assert (first.start, first.stop, first.rows) == (0, 7, 5)
     assert second.spans == ((3, 5), (7, 8))
     assert "0:3, 5:7" in str(plan)
-
-
-@given(
-    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=4),
-    accum=st.integers(1, 5),
-    limits=st.none() | st.lists(st.integers(1, 20), min_size=3, max_size=3),
-    threads=st.sampled_from([(0, 1, 2), (0, 0, 0), (0, 0, 2), (0, 1, 0)]),
-)
-def test_dealt_plan_cuts_as_before(sizes, accum, limits, threads):
-    """Each replica has as many micro-batches, of the same sizes and batches."""
-    devices = [CPU] * 3
-    plan = make_plan(sizes, devices, accum, limits)
-    dealt = make_plan(sizes, devices, accum, limits, threads=threads)
-    assert dealt.is_dealt
-    pieces = []
-    for share, before in zip(dealt.shares, plan.shares, strict=True):
-        assert spans(share) == spans(before)
-        assert list(share.micro_batches) == sorted(share.micro_batches)
-        pieces += share.micro_batches
-    ends = [stop for _, stop in sorted(pieces)]
-    assert [start for start, _ in sorted(pieces)] == [0, *ends[:-1]]
-    assert set(itertools.accumulate(sizes)) <= set(ends)
-
-
-DEALT = {  # by the threads of the replicas, with accum=2 and 9 rows
-    (0, 1): [((0, 3), (5, 7)), ((3, 5), (7, 9))],
-    (0, 0): [((0, 3), (3, 5)), ((5, 7), (7, 9))],
-}
-
-
-@pytest.mark.parametrize("threads", DEALT)
-def test_micro_batches_are_dealt_in_turn(threads):
-    plan = make_plan(9, [CPU] * 2, 2, threads=threads)
-    assert [share.micro_batches for share in plan.shares] == DEALT[threads]
-
-
-def test_first_replicas_of_each_thread_are_first():
-    plan = make_plan(4, [CPU] * 4, threads=(0, 0, 2, 2))
-    assert [share.start for share in plan.shares] == [0, 2, 1, 3]

@@ -27,7 +27,6 @@ from scatterpar.devices.transfers import Transfers
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas
 from scatterpar.step.attempt import Attempt
-from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.request import LossCandidate, Request
 from scatterpar.step.scatter import scatter
@@ -35,7 +34,7 @@ from scatterpar.step.substeps import user_state_guarded
 from scatterpar.step.task import make_tasks
 from scatterpar.threads.workers import Workers
 from scatterpar.verify.choice import candidate_of
-from scatterpar.verify.look_request import LookRequest
+from scatterpar.verify.look_request import LookRequest, LossWays
 from scatterpar.verify.schedule import ranges_of_step
 from scatterpar.verify.verifier import Verifier
 
@@ -262,8 +261,8 @@ def _ask(
     request = request.combined_by(known[0])
     replicas = Replicas([device], ReplicaOptions())
     attempt = Attempt(request, plan, replicas, call.workers)
-    loop = LoopOptions(remedies=_REMEDIES, candidates=list(candidates))
-    open_request = LookRequest(attempt, request, None, True, known, loop)  # type: ignore[arg-type]
+    ways = LossWays(_REMEDIES, list(candidates))
+    open_request = LookRequest(attempt, request, None, True, known, ways)  # type: ignore[arg-type]
     if open_request.is_open_between(known):
         details = "open", kind.steps  # new in each call
     if not kind.count_step(ranges_of_step(request), details):

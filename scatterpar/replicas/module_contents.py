@@ -28,7 +28,6 @@ from scatterpar.objects.references import (
     parts_of,
 )
 from scatterpar.objects.whose import is_loss_of_torch
-from scatterpar.replicas.calls_in_backward import RoutedCall
 from scatterpar.torch_private.compiler import (
     CompileFn,
     compile_fn_of,
@@ -134,7 +133,8 @@ class ModuleContents:
         self.modules[id(module)] = module
         self._replicated.add(id(module))
         call = module._compiled_call_impl
-        if call is not None and not isinstance(call, RoutedCall):
+        # An integration's is no function, and runs the calls of this module alone.
+        if isinstance(call, types.FunctionType):
             compile_fn = compile_fn_of(call)
             self.compiled[id(module)] = module, compile_fn
         self._visit_container(vars(module))

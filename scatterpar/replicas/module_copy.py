@@ -25,7 +25,6 @@ from scatterpar.objects import references
 from scatterpar.objects.quantised import composite_like, is_composite
 from scatterpar.objects.references import MUTABLE_CONTAINERS, parts_of
 from scatterpar.objects.snapshot import refill
-from scatterpar.replicas.calls_in_backward import RoutedCall
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.module_contents import ModuleContents
 from scatterpar.replicas.shallow_copy import new_like
@@ -123,8 +122,8 @@ class ModuleCopy:
 
     def _module(self, module: nn.Module) -> nn.Module:
         replica: nn.Module = self._fill(module, new_like(module))
-        if isinstance(replica._compiled_call_impl, RoutedCall):  # of another engine
-            del vars(replica)["_compiled_call_impl"]
+        # Of an integration: it runs the calls of the user's module.
+        vars(replica).pop("_compiled_call_impl", None)
         if self._compiler is not None and id(module) in self._contents.compiled:
             _, compile_fn = self._contents.compiled[id(module)]
             call = self._compiler.compiled_call(module, replica, compile_fn)

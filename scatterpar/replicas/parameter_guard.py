@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from scatterpar.devices.bits import same_bits
 from scatterpar.devices.written_tensors import WrittenTensors
 from scatterpar.errors import add_note, restore_after
 from scatterpar.replicas.broadcast import Broadcast
-from scatterpar.replicas.handed_on import HandedOn
 from scatterpar.replicas.refused_modules import parameters_of
 
 # The numbers of written parameters among a replica's tensors, by the memory in which
@@ -109,14 +108,13 @@ class ParameterGuard:
         self,
         mode: Hashable,
         check_once: Callable[[], object] = lambda: None,
-        handed_on: HandedOn | None = None,
     ) -> Iterator[None]:
         """Raise ``RuntimeError`` if a forward pass in the body writes a parameter.
 
         Versions and storages are compared in every pass. In the first pass of each
         ``mode`` the fingerprints of the parameters in every memory are compared, too,
         because writes through ``.data`` change no version. ``check_once`` is called
-        after the first pass. Calls in turn may write what is ``handed_on``.
+        after the first pass.
         """
         self._follow_places()
         is_first = mode not in self.checked_modes
@@ -130,7 +128,6 @@ class ParameterGuard:
         except BaseException as error:
             refusals: list[RuntimeError] = []
             # With the error, so that a broken device does not replace it.
-            # Also of what is handed on: its values before this step are lost.
             restore_after(
                 error, lambda: refusals.extend(self._refusals(is_first=is_first))
             )
@@ -140,32 +137,19 @@ class ParameterGuard:
                     raise refusal from error
                 add_note(error, f"before that, {refusal}")
             raise
-        allowed: Set[int] = frozenset()
-        is_in_turn = handed_on is not None and handed_on.was_lent
-        if handed_on is not None and is_in_turn:
-            allowed = handed_on.begun
-        for refusal in self._refusals(
-            allowed, is_in_turn=is_in_turn, is_first=is_first
-        ):
+        for refusal in self._refusals(is_first=is_first):
             raise refusal
         if is_first:
             check_once()
         # Last: a refused pass is checked again.
         self.checked_modes.add(mode)
 
-    def _refusals(
-        self,
-        allowed: Set[int] = frozenset(),
-        *,
-        is_in_turn: bool = False,
-        is_first: bool,
-    ) -> Iterator[RuntimeError]:
+    def _refusals(self, *, is_first: bool) -> Iterator[RuntimeError]:
         """Yield an error if parameters were written since the pass began.
 
-        ``allowed`` has the numbers of those that may be. The remedies depend on whether
-        calls were in turn, and on whether this was the first pass of its mode.
+        The remedies depend on whether this was the first pass of its mode.
         """
-        writes = self._writes(allowed, is_first=is_first)
+        writes = self._writes(is_first=is_first)
         written = set().union(*writes.values())
         if not written:
             return
@@ -192,12 +176,6 @@ class ParameterGuard:
                 "call the module once under torch.no_grad() before the first step; "
                 "otherwise "
             )
-        if is_in_turn:
-            remedy += (
-                "freeze it (requires_grad_(False)) if no optimizer trains it, "
-                if parameter.requires_grad
-                else "write its values in place (copy_), "
-            )
         yield RuntimeError(
             f"the forward pass writes the parameter {name}, which all replicas read: "
             f"{outcome}; {remedy}write it after the optimizer's step, or keep what "
@@ -217,7 +195,7 @@ class ParameterGuard:
                 return repr(name)
         return f"of shape {tuple(original.shape)}"
 
-    def _writes(self, allowed: Set[int], *, is_first: bool) -> _WrittenNumbers:
+    def _writes(self, *, is_first: bool) -> _WrittenNumbers:
         """The writes since the pass began.
 
         A storage may be exchanged for one with the same values, as by
@@ -241,8 +219,6 @@ class ParameterGuard:
         for of_memory in self._values.values() if is_first else ():
             for parameter in of_memory.written().differing:
                 writes[of_memory.device].add(numbers[parameter])
-        for written in writes.values():
-            written.difference_update(allowed)
         return writes
 
     def _has_sent_values(self, copy: int, parameter: int) -> bool:

@@ -31,10 +31,8 @@ from scatterpar.replicas.batch_statistics import (
 )
 from scatterpar.replicas.broadcast import Broadcast, CopyComparison
 from scatterpar.replicas.buffers import RUNNING, BufferValue, values_after
-from scatterpar.replicas.calls_in_backward import CallsInBackward
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.computed_weights import computing_hooks, set_computed
-from scatterpar.replicas.handed_on import HandedOn
 from scatterpar.replicas.large_tensors import LargeCopy, may_stay
 from scatterpar.replicas.module_contents import ModuleContents, root_to_replicate
 from scatterpar.replicas.module_copy import ModuleCopy
@@ -84,8 +82,6 @@ class Replicas:
         of_model: the replicas of the module.
         replica_sets: ``of_model``, and the replicas of the criterion if it needs any.
         criteria: the criterion of each replica, during a step.
-        ignores_data: whether replicas may lack data that the module keeps, because
-            calls are those of the user's own modules.
     """
 
     def __init__(
@@ -93,7 +89,6 @@ class Replicas:
     ) -> None:
         self._device_ids = tuple(device_ids)
         self.options = options
-        self.ignores_data = False
         self.discard()
 
     def discard(self) -> None:
@@ -121,9 +116,7 @@ class Replicas:
         self.replica_sets = [self.of_model]
         # Tensors that are made in inference mode could not be trained later.
         with torch.inference_mode(False), torch.no_grad():
-            self.of_model.follow(
-                module, self._device_ids, ignores_data=self.ignores_data
-            )
+            self.of_model.follow(module, self._device_ids)
             # A criterion that is a part of the model has its replicas there.
             if root is not None and not self.of_model.contains_all_of(root):
                 self._of_criterion.follow(root, self._device_ids[:number])
@@ -212,13 +205,6 @@ class Replicas:
                         buffers.append(large.copy)
         return buffers
 
-    def were_found_to_write(self) -> bool:
-        """Whether calls in turn write frozen parameters that replicas share.
-
-        A look has seen it. After ``refresh`` each replica has its own.
-        """
-        return any(each.handed_on.begun for each in self.replica_sets)
-
     def end_substep(self) -> None:
         """The sub-step of this thread's replica has ended: others may compile."""
         for replica_set in self.replica_sets:
@@ -269,10 +255,8 @@ class ReplicaSet:
         trained: those of the tensors that are trained.
         synchronised: the user's ``nn.SyncBatchNorm`` layers.
         computed: the user's modules with weights that hooks compute, and the hooks.
-        handed_on: what calls in turn hand on to each other.
         sends: how often values were sent by ``send``.
         has_gradients: whether the user's tensors had gradients when the step began.
-        calls_in_backward: of the user's modules, while replicas take turns.
         guard: refuses forward passes that write parameters.
     """
 
@@ -295,12 +279,8 @@ class ReplicaSet:
         self.tensors: list[Tensor] = []
         self.slots: list[Slot] = []
         self.trained: list[Slot] = []
-        self.handed_on = HandedOn((), ())
         self.has_gradients = False
-        # Frozen parameters that calls in turn have written, by ``id``.
-        self._written: dict[int, Tensor] = {}
-        self.calls_in_backward = CallsInBackward((), ())
-        # Data that calls in turn have written: replicas do not have it.
+        # Data that calls have written: replicas do not have it.
         self._lacks_data = False
         self.sends = 0
 
@@ -309,20 +289,16 @@ class ReplicaSet:
         root: Any,
         device_ids: tuple[torch.device, ...],
         *,
-        ignores_data: bool = False,
         may_lack_data: bool = False,
     ) -> None:
         """Make the replicas match ``root``, except in values of tensors.
 
-        With ``ignores_data`` also except in data that the modules keep as attributes,
-        such as a list of losses: for calls of the user's own modules. Replicas that
-        ``may_lack_data`` need not have copies of data that was shared before.
+        Replicas that ``may_lack_data`` need not have copies of data that was shared
+        before.
         """
-        self.calls_in_backward.end()  # of a try that has failed
         # By identity: an equal module has other parameters.
         is_new = root is not self.root or device_ids != self.device_ids
-        is_new |= self._lacks_data and not (ignores_data or may_lack_data)
-        self._ignores_data = ignores_data
+        is_new |= self._lacks_data and not may_lack_data
         self.root = root
         self.device_ids = device_ids
         if is_new or not self._update_in_place(asks_places=True):
@@ -354,10 +330,6 @@ class ReplicaSet:
         self.broadcast.update(transfers, comparison)
         self._sends += 1
         self.sends += 1
-        handing_on = Transfers()
-        transfers.follow(handing_on)  # calls in turn copy in threads of their own
-        mode = self.flags, tuple(self._required)
-        self.handed_on.begin_step(mode, handing_on)
         reads_all = is_look_step(self._sends)
         for replica in self.replicas:
             for large in replica.large:
@@ -425,15 +397,13 @@ class ReplicaSet:
             return False
         if asks_places and not self.broadcast.adopt_storages():
             return False
-        if self.handed_on.begun:  # replicas need memory of their own for these
-            return False
         if not self._state.unchanged():
             changes = self._state.value_changes()
             if changes is not None:
                 self._state.apply_changes(changes)
                 for replica in self.replicas:
                     replica.apply_changes(changes)
-            elif not (self._ignores_data and self._follow_data()):
+            else:
                 return False
             # Switches such as ``training`` change what a forward pass writes; a rate
             # does not.
@@ -445,9 +415,6 @@ class ReplicaSet:
             self.flags = flags
             self._count_change()
         if list(map(_REQUIRES_GRAD, self.tensors)) != self._required:
-            # Trained ones are shared again, and writes refused.
-            if any(map(_REQUIRES_GRAD, self._written.values())):
-                return False
             self._find_slots()
             self._set_requires_grad()
         return True
@@ -462,7 +429,7 @@ class ReplicaSet:
         if numbers is None:
             return False
         for replica in self.replicas:
-            replica.state.restore()  # of what calls in turn have written
+            replica.state.restore()
             for number in numbers:
                 replica.refill(number)
             replica.state.accept()
@@ -517,7 +484,7 @@ class ReplicaSet:
         self.replicas = [Replica(self, device) for device in self.device_ids]
         self._sends = 0
         self._lacks_data = False
-        self._prepare_turns()
+        self._find_registries()
         copies = [(replica.device, replica.tensors) for replica in self.replicas]
         # New ones have passed no check in any mode.
         self.guard = ParameterGuard(self.broadcast, copies)
@@ -527,17 +494,8 @@ class ReplicaSet:
         self.flags = self._state.flags()
 
     def _find_contents(self) -> None:
-        """Find all that the root holds, and which parameters replicas do not share."""
-        for number in self.handed_on.begun:
-            tensor = self.tensors[number]
-            self._written[id(tensor)] = tensor
+        """Find all that the root holds."""
         self.contents = ModuleContents((self.root,), physical(self.device_ids[0]))
-        self._written = {
-            key: tensor
-            for key, tensor in self._written.items()
-            if key in self.contents.weights and not tensor.requires_grad
-        }
-        self.contents.weights -= self._written.keys()
         self.modules = list(self.contents.modules.values())
         self.tensors = list(self.contents.tensors.values())
         self._find_slots()
@@ -549,13 +507,8 @@ class ReplicaSet:
             compiled = self.root, self.options.compile_fn
             self.contents.compiled.setdefault(id(self.root), compiled)
 
-    def _prepare_turns(self) -> None:
-        """Note what calls in turn hand on, and where they may write."""
-        self.handed_on = HandedOn(self.modules, self.slots, self._written)
-        compiled_modules: set[nn.Module] = set()
-        for module, _ in self.contents.compiled.values():
-            compiled_modules.update(module.modules())
-        self.calls_in_backward = CallsInBackward(self.modules, compiled_modules)
+    def _find_registries(self) -> None:
+        """Note where calls may write."""
         self._container_numbers = {
             id(container): number
             for number, container in enumerate(self.contents.containers)
@@ -565,25 +518,18 @@ class ReplicaSet:
             self._registries.update(id(vars(module)[name]) for name in _REGISTRIES)
 
     def _refuse_created(self) -> None:
-        # Calls in turn create them in the user's module.
-        if self.handed_on.was_lent:
-            return
         for replica in self.replicas:
             refuse_created(replica.root, replica.tensors)
 
     def buffers_after(self, transfers: Transfers) -> list[BufferValue]:
-        """Replica 0's buffers; after calls in turn those that the last one has left.
-
-        Without running statistics that are updated once per step.
+        """Replica 0's buffers, without running statistics that are updated once per
+        step.
         """
         first = self.replicas[0]
         buffers: list[BufferValue] = []
-        if self.handed_on.was_lent:
-            buffers += self.handed_on.values(first.device, transfers)
-        else:
-            values = values_after(self.modules, first.modules, first.copy_of)
-            for number, name, value in values:
-                buffers.append((self.modules[number]._buffers, name, value))
+        values = values_after(self.modules, first.modules, first.copy_of)
+        for number, name, value in values:
+            buffers.append((self.modules[number]._buffers, name, value))
         if not first.records:
             return buffers
         # Running statistics of layers that record come from ``recorded``.
@@ -596,10 +542,8 @@ class ReplicaSet:
 
     def memory_changes(self) -> MemoryChanges:
         """The buffers that share memory with others in replica 0 than in the user's
-        modules. Calls in turn, which hand on values, change nothing here.
+        modules.
         """
-        if self.handed_on.was_lent:
-            return {}
         first = self.replicas[0]
         return memory_changes(
             self.modules, first.modules, first.copy_of, first.exchanged()
@@ -642,7 +586,6 @@ def parameter_writes_refused(
                 replica_set.guard.read_only(
                     _mode_of(replica_set, second_pass=second_pass),
                     replica_set._refuse_created,
-                    replica_set.handed_on,
                 )
             )
         yield

@@ -390,16 +390,10 @@ def lists_in_outputs(batches: Sequence[Batch]) -> Lists:
 def returned_outputs(
     attempt: Attempt, outputs: Sequence[Sequence[Any]]
 ) -> tuple[Any, ...]:
-    """The outputs that ``return_outputs`` selects, in the order of the rows.
-
-    One entry per replica; in turns one of all rows.
-    """
+    """The outputs that ``return_outputs`` selects, one entry per replica."""
     if not attempt.request.return_outputs:
         return ()
-    # Shares that are dealt lie between each other.
     lists = lists_in_outputs(attempt.request.batches)
-    if attempt.plan.is_dealt:
-        return (join_on_master(attempt, outputs, lists),)
     dim = attempt.request.dim
     joined: list[Any] = []
     for share, outputs_of_share, weights in zip(

@@ -17,7 +17,6 @@ from scatterpar.batch.markers import Marker
 from scatterpar.errors import restored
 from scatterpar.objects.whose import is_loss_of_torch
 from scatterpar.plan import Share
-from scatterpar.replicas.calls_in_backward import backward_of
 from scatterpar.replicas.replicas import Replica
 from scatterpar.step.attempt import NO_BLOCK, Attempt, profiler_block
 from scatterpar.step.misfits import misfit_of_dataclass, misfit_of_inputs
@@ -111,7 +110,7 @@ class ReplicaTask:
         try:
             # Activation checkpoints draw again in the backward pass, in autograd's
             # thread.
-            with generator_for_backward(roots), backward_of(self.replicas[0], roots):
+            with generator_for_backward(roots):
                 backward(roots, gradients)
         finally:
             for device_type in self.autocast:

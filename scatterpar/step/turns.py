@@ -14,15 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
 
 from scatterpar.plan import Share, rounds_of
 from scatterpar.threads.workers import Cancellation, Cancelled, threads_of
-
-_Value = TypeVar("_Value")
 
 
 class Scope(enum.IntEnum):
@@ -44,35 +39,12 @@ class Scope(enum.IntEnum):
     SUBSTEP = 4
 
 
-@dataclass(frozen=True)
-class Turn:
-    """The turn of a replica in one of its sub-steps.
-
-    Attributes:
-        replica: the number of the replica.
-        sub_step: the number of the sub-step.
-        contexts: those that end with the turn.
-        thread: the identifier of the thread that runs the turn.
-    """
-
-    replica: int
-    sub_step: int
-    contexts: contextlib.ExitStack
-    thread: int
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """The replica and the sub-step, by which turns are ordered."""
-        return self.replica, self.sub_step
-
-
 class TurnOrder:
     """The turns of the replicas in one pass over their shares.
 
     Attributes:
         scope: what a turn includes.
         is_ordered: whether turns come in the order of the rows.
-        present: the turn that runs; ``None`` if it is nobody's.
     """
 
     def __init__(
@@ -82,8 +54,8 @@ class TurnOrder:
         self.scope = scope
         self._cancel = cancel
         self.is_ordered = scope > Scope.CRITERION
-        self.present: Turn | None = None
-        # Numbers of replicas and sub-steps whose turn has not ended, the next first.
+        self._present: tuple[int, int] | None = None  # of the turn that runs
+        # Places of turns that have not ended, the next first.
         self._pending: dict[tuple[int, int], None] = {}
         if self.is_ordered:
             self._pending = dict.fromkeys(_in_order(shares))
@@ -105,11 +77,10 @@ class TurnOrder:
         if self.is_turn_of(replica, sub_step):  # the body is a part of the turn
             yield
             return
-        turn = Turn(replica, sub_step, contextlib.ExitStack(), threading.get_ident())
-        self._begin(turn)
+        place = replica, sub_step
+        self._begin(place)
         try:
-            with turn.contexts:
-                yield
+            yield
         except BaseException:
             # Before the next replica has its turn. Without an order the error may be
             # mended: after a failed capture of a graph the criterion is called again.
@@ -117,25 +88,24 @@ class TurnOrder:
                 self._cancel.set()
             raise
         finally:
-            self._end(turn)
+            self._end(place)
 
     def is_turn_of(self, replica: int, sub_step: int) -> bool:
         """Whether the present turn is that of this replica and sub-step."""
-        turn = self.present
-        return turn is not None and turn.place == (replica, sub_step)
+        return self._present == (replica, sub_step)
 
-    def _begin(self, turn: Turn) -> None:
+    def _begin(self, place: tuple[int, int]) -> None:
         with self._cancel.changed:
-            while not (self._is_cancelled() or self._is_next(turn)):
+            while not (self._is_cancelled() or self._is_next(place)):
                 self._cancel.changed.wait()
             if self._is_cancelled():
                 raise Cancelled
-            self.present = turn
+            self._present = place
 
-    def _end(self, turn: Turn) -> None:
+    def _end(self, place: tuple[int, int]) -> None:
         with self._cancel.changed:
-            self.present = None
-            self._pending.pop(turn.place, None)
+            self._present = None
+            self._pending.pop(place, None)
             self._cancel.changed.notify_all()
 
     def _is_cancelled(self) -> bool:
@@ -143,10 +113,10 @@ class TurnOrder:
         # errors do not depend on timing.
         return self.is_ordered and self._cancel.is_set()
 
-    def _is_next(self, turn: Turn) -> bool:
+    def _is_next(self, place: tuple[int, int]) -> bool:
         if self.is_ordered:
-            return turn.place == next(iter(self._pending), turn.place)
-        return self.present is None
+            return place == next(iter(self._pending), place)
+        return self._present is None
 
 
 def _in_order(shares: Sequence[Share]) -> list[tuple[int, int]]:
@@ -161,21 +131,3 @@ def _in_order(shares: Sequence[Share]) -> list[tuple[int, int]]:
         for sub_step, (start, _) in enumerate(share.micro_batches):
             starts[share.replica, sub_step] = round_of_share, start
     return sorted(starts, key=starts.__getitem__)
-
-
-@contextlib.contextmanager
-def lasting_a_turn(
-    turns: TurnOrder | None, context: contextlib.AbstractContextManager[_Value]
-) -> Iterator[_Value]:
-    """Enter ``context`` until the turn that this thread runs ends.
-
-    Outside of a turn it ends with the body. For what a backward pass needs, too, if
-    turns last the whole sub-step. ``turns`` are those of the present pass.
-    """
-    turn = None if turns is None else turns.present
-    # In another thread a forward pass may run beside the turn.
-    if turn is not None and turn.thread == threading.get_ident():
-        yield turn.contexts.enter_context(context)
-        return
-    with context as value:
-        yield value

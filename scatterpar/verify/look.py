@@ -32,7 +32,6 @@ from scatterpar.log import logger
 from scatterpar.numerics.comparison import Inconclusive, OnlyRounding, SaysNothing
 from scatterpar.numerics.rounding import formats_inside_operators
 from scatterpar.numerics.wider_precision import Precision
-from scatterpar.objects.journal import Journal
 from scatterpar.replicas.module_contents import root_to_replicate
 from scatterpar.spans import Part
 from scatterpar.step.attempt import Attempt
@@ -83,11 +82,8 @@ def look(
     attempt: Attempt,
     task: ReplicaTask,
     choice: RowChoice,
-    journal_of_loop: Callable[[], Journal | None],
 ) -> LookReport:
     """A replica's look at rows that ``choice`` chooses.
-
-    ``journal_of_loop`` is as in ``LoopOptions``.
 
     Raises:
         Inconclusive: the look could not tell.
@@ -99,7 +95,6 @@ def look(
             attempt,
             choice.request,
             task,
-            journal_of_loop,
             deadline,
             precision=precision,
         )
@@ -437,9 +432,6 @@ class ReplicaLook:
     def _moved_by(self, run: RunResult, rows: Part) -> list[str]:
         """The names of state that the calls of a run in parts have moved."""
         runs = self.runs
-        # Each call finds what the last one has left, as with gradient accumulation.
-        if runs.lends:
-            return run.numbers
         moved = moved_between(run.states)
         # A criterion of all rows has one call, too.
         if self._has_one_call or runs.request.whole_batch:
@@ -455,8 +447,6 @@ class ReplicaLook:
         is_shared = root_to_replicate(request.criterion) is None
         if run.shares_state and is_shared and not request.whole_batch:
             return Scope.SUBSTEP if calls.calls_modules else Scope.FUNCTION
-        if self.runs.takes_turns and calls.disturbs:
-            return Scope.SUBSTEP
         return Scope.NOTHING
 
 
@@ -476,9 +466,6 @@ def _judged(results: LookResults, run: RunResult) -> Verdict:
     if not results.is_within_tolerance:
         if results.runs.pairs_of_rows is not None:
             return pairs_of_rows(results.runs.pairs_of_rows)
-        if results.runs.lends and results.runs.user_code.draws_differ:
-            # No operator that could give constants; the step draws them in order.
-            raise Inconclusive("it draws from generators of Python or NumPy", 2)
         return verdict_of(results)
     # The gradient of a balance loss may be smaller than the tolerance.
     may_add = results.runs.rounding.has_functions and len(results.parts) > 1

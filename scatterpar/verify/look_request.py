@@ -13,13 +13,10 @@ There are nine at least, unless a row needs much memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from scatterpar.batch.several_batches import batches_of
-from scatterpar.numerics.comparison import Inconclusive
-from scatterpar.plan import Plan, make_plan
+from scatterpar.plan import Plan
 from scatterpar.step.attempt import Attempt
-from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.request import LossCandidate, Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.verify.choice import alike
@@ -39,6 +36,21 @@ _SHARE_OF_LATER_LOOKS = 4
 _SHARE_OF_LARGE_MODELS = 8  # because each row takes long
 
 
+@dataclass(frozen=True)
+class LossWays:
+    """How losses of a caller other than ``forward_backward`` may combine.
+
+    Attributes:
+        remedies: sentences for refusals, which say what to do there. Empty: the
+            arguments of ``forward_backward``.
+        candidates: ways in which losses of parts may combine, the likeliest first. The
+            first one that fits a few rows is taken. Empty: the request says how.
+    """
+
+    remedies: str = ""
+    candidates: Sequence[LossCandidate] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class LookRequest:
     """A step that may be looked at.
@@ -49,7 +61,7 @@ class LookRequest:
         task: that of the first replica.
         is_divided: whether the step divides the batch into parts.
         candidates: how losses may combine; the first one is assumed so far.
-        loop: the options of the loop, if a library calls the engine.
+        ways: how the losses of a caller may combine, in its words.
     """
 
     attempt: Attempt
@@ -57,7 +69,7 @@ class LookRequest:
     task: ReplicaTask
     is_divided: bool
     candidates: Sequence[LossCandidate]
-    loop: LoopOptions
+    ways: LossWays
 
     @property
     def loss(self) -> str:
@@ -82,12 +94,9 @@ def choose_rows(
 ) -> RowChoice:
     """How a look after ``number`` others chooses its rows, if losses combine as
     ``candidate`` says.
-
-    Raises:
-        Inconclusive: the loop cannot divide rows of this step.
     """
-    whole = look_request.request.combined_by(candidate)
-    request, plan = _divisible(whole, look_request.attempt.plan, look_request.loop)
+    request = look_request.request.combined_by(candidate)
+    plan = look_request.attempt.plan
     module = look_request.attempt.replicas.of_model.root
     function = module.forward if request.criterion is None else request.criterion
     num_elements = sum(parameter.numel() for parameter in module.parameters())
@@ -101,25 +110,6 @@ def choose_rows(
         is_divided=look_request.is_divided,
         most=_most_rows(request, plan, number, is_large=num_elements > MAX_ELEMENTS),
     )
-
-
-def _divisible(request: Request, plan: Plan, loop: LoopOptions) -> tuple[Request, Plan]:
-    """The request for rows that a look may divide, and the plan of these.
-
-    Raises ``Inconclusive`` if the loop cannot divide them.
-    """
-    if loop.divided is None or request.whole_batch:
-        return request, plan
-    try:
-        inputs = loop.divided(request.batches[0].inputs)
-        batches = batches_of(inputs, None, request.dim)
-    except ValueError as error:  # such as another number of images than of rows
-        raise Inconclusive(str(error), patience=1) from None
-    # The plan of these rows alone: one of them was a whole batch for the loop.
-    devices = [share.device for share in plan.shares]
-    accum = 1 if len(devices) > 1 else 2
-    divided = replace(request, batches=batches)
-    return divided, make_plan(divided.rows, devices, accum)
 
 
 def _most_rows(request: Request, plan: Plan, number: int, *, is_large: bool) -> int:

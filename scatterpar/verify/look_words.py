@@ -35,13 +35,7 @@ def turns_are_taken(look_request: LookRequest) -> str:
 
 
 def state_is_moved(look_request: LookRequest, names: Sequence[str]) -> str:
-    """Sub-steps, or calls of a loop, move state with these ``names``."""
-    if look_request.loop.lends:
-        return in_lines(
-            f"{look_request.loss} writes {shown(', '.join(names))} in each call, once "
-            "per micro-batch, as with gradient accumulation.",
-            "Count steps where the loop counts them.",
-        )
+    """Sub-steps move state with these ``names``."""
     return in_lines(
         f"forward passes move {shown(', '.join(names))}: at each sub-step, and on "
         "each replica apart; attributes have your values in the next step.",
@@ -72,7 +66,7 @@ def several_candidates_fit(
     return in_lines(
         f"the rows of this step do not show whether {look_request.loss} is {ways}.",
         f"It is taken for {candidates[0].words} until rows show it. "
-        f"{look_request.loop.remedies}",
+        f"{look_request.ways.remedies}",
     )
 
 
@@ -81,7 +75,7 @@ def another_candidate_fits(look_request: LookRequest, candidate: LossCandidate) 
     assumed = look_request.candidates[0]
     return in_lines(
         f"{look_request.loss} is {candidate.words}, as the rows of this step show.",
-        f"Earlier steps took it for {assumed.words}. {look_request.loop.remedies}",
+        f"Earlier steps took it for {assumed.words}. {look_request.ways.remedies}",
     )
 
 
@@ -98,7 +92,7 @@ def looks_are_inconclusive(
             "verify=False does not check.",
         )
     # A generator in user code is no question of count=.
-    ways = reason.remedy or look_request.loop.remedies or _WAYS
+    ways = reason.remedy or look_request.ways.remedies or _WAYS
     return in_lines(
         f"could not check how {look_request.loss} combines the parts of a batch: "
         f"{reason.shown}.",
@@ -107,8 +101,8 @@ def looks_are_inconclusive(
 
 
 def step_is_refused(look_request: LookRequest, verdict: Verdict) -> str:
-    """The error, with the remedies of the loop if it has any."""
-    remedies = look_request.loop.remedies
+    """The error, with the remedies of the caller if it has any."""
+    remedies = look_request.ways.remedies
     if not (verdict.problem and remedies):
         return verdict.text
     problem = verdict.problem

@@ -33,7 +33,6 @@ from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas
 from scatterpar.spans import Part
 from scatterpar.step.attempt import Attempt
-from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.request import CountFunction, Request
 from scatterpar.step.scatter import scatter
@@ -46,7 +45,7 @@ from scatterpar.torch_private.autograd import (
     nodes_reached,
 )
 from scatterpar.verify.choice import candidate_of
-from scatterpar.verify.look_request import LookRequest
+from scatterpar.verify.look_request import LookRequest, LossWays
 from scatterpar.verify.output_differences import cut_rows
 from scatterpar.verify.rows import RowChoice, affordable_rows, ignored_values
 from scatterpar.verify.schedule import Stage, informative_tensors, ranges_of_step
@@ -154,8 +153,8 @@ def _look_request(
     attempt.weights = compute_loss_weights(request, plan, None)
     (task,) = make_tasks(attempt, loaders)
     candidates = [candidate_of(request)]
-    loop = LoopOptions(remedies=_REMEDIES_OF_PAIR)
-    return LookRequest(attempt, request, task, True, candidates, loop)
+    ways = LossWays(_REMEDIES_OF_PAIR)
+    return LookRequest(attempt, request, task, True, candidates, ways)
 
 
 def _rows_of_look(choice: RowChoice, outputs: Sequence[Any]) -> Part:

@@ -16,7 +16,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -30,8 +29,6 @@ from scatterpar.numerics.constant_numbers import ConstantNumbers
 from scatterpar.numerics.nudges import nudged
 from scatterpar.numerics.rounding import HALF_IN_KERNELS, SINGLE_IN_DOUBLE, Rounding
 from scatterpar.numerics.wider_precision import Precision, WiderCasts
-from scatterpar.objects.journal import Journal
-from scatterpar.replicas.calls_in_backward import backward_of
 from scatterpar.replicas.replicas import Replica, ReplicaSet
 from scatterpar.spans import Part
 from scatterpar.step.attempt import Attempt
@@ -39,13 +36,11 @@ from scatterpar.step.loss import loss_of
 from scatterpar.step.request import Request
 from scatterpar.step.row_writes import KnownWrites, RowWrites
 from scatterpar.step.task import ReplicaTask
-from scatterpar.step.turns import Scope
 from scatterpar.verify.backward_calls import BackwardCalls
 from scatterpar.verify.gradient_check import copied_to
 from scatterpar.verify.moved_state import State, state_of
 from scatterpar.verify.results import NOTHING, ComparedLeaves, Result
 from scatterpar.verify.rows import Parts
-from scatterpar.verify.saved_writes import SavedWrites
 from scatterpar.verify.user_code import UserCode
 
 
@@ -57,8 +52,6 @@ class RunResult:
         result: the sum of the results of the parts, times their weights.
         num_with_gradient: the number of parts of which a gradient is not zero.
         states: the state of the replicas after each part.
-        numbers: the names of numbers that calls of the user's own modules have
-            written.
         random_calls: the number of random operators, if these give constants.
         shares_state: whether the first forward pass has changed what the criterion
             refers to.
@@ -67,7 +60,6 @@ class RunResult:
     result: Result = NOTHING
     num_with_gradient: int = 0
     states: list[State] = field(default_factory=list)
-    numbers: list[str] = field(default_factory=list)
     random_calls: int = 0
     shares_state: bool = False
 
@@ -90,8 +82,6 @@ class Runs:
         draws_constants: random operators give constant numbers.
         rounding: the formats that runs have rounded to.
         leaves: those whose gradients are compared.
-        takes_turns: whether replicas call functions of the user one at a time.
-        lends: whether these are calls of the user's own modules, in replicas, too.
         backward_calls: the modules that the replica's backward passes have called.
         taken_for_rows: the shape of an output without rows that the step would join.
         pairs_of_rows: the shape of an output with an entry for each pair of rows, which
@@ -103,16 +93,12 @@ class Runs:
         attempt: Attempt,
         request: Request,
         task: ReplicaTask,
-        journal_of_loop: Callable[[], Journal | None] = lambda: None,
         deadline: float = math.inf,
         *,
         precision: Precision = Precision.SINGLE,
         draws_constants: bool = False,
     ) -> None:
-        """``journal_of_loop`` is as in ``LoopOptions``.
-
-        After ``deadline``, a time of ``time.monotonic``, runs are inconclusive.
-        """
+        """After ``deadline``, a time of ``time.monotonic``, runs are inconclusive."""
         replica_sets = attempt.replicas.replica_sets
         self.request = request
         # Apart, so that a run that needs the outputs alone copies no targets.
@@ -127,7 +113,6 @@ class Runs:
         # the criterion's closure are not among them.
         owners: list[ReplicaSet | Replica] = [*replica_sets, *task.replicas]
         guarded = {id(tensor) for owner in owners for tensor in owner.tensors}
-        self.lends = attempt.replicas.ignores_data
         self.user_code = UserCode(
             request,
             user_module,
@@ -135,8 +120,6 @@ class Runs:
             guarded,
             deadline,
             precision,
-            partial(_saved_writes, attempt, task),
-            journal_of_loop,
         )
         self.precision = precision
         self.draws_constants = draws_constants
@@ -153,7 +136,6 @@ class Runs:
         modules_of_user: list[nn.Module] = []
         for replica_set in replica_sets:
             modules_of_user += replica_set.contents.modules.values()
-        self.takes_turns = attempt.threads.scope in (Scope.LOSS, Scope.FUNCTION)
         self.backward_calls = BackwardCalls(modules_of_user, task.replicas)
         self._shapes_at_once: list[torch.Size] = []
         self.taken_for_rows: torch.Size | None = None
@@ -196,12 +178,9 @@ class Runs:
         outputs: list[Any] = []
         weights = weights or [1.0] * len(parts)
         with self.surroundings(task) as numbers:
-            for number, (rows, weight) in enumerate(zip(parts, weights, strict=True)):
+            for rows, weight in zip(parts, weights, strict=True):
                 # Between parts: a call that runs cannot be ended.
                 self.user_code.require_time()
-                if self.lends and number:
-                    # Calls write the user's modules, and others read these.
-                    self.user_code.restart()
                 if prepare is not None:
                     prepare()
                 outputs.append(task.output_of(self.inputs_of(rows)))
@@ -214,8 +193,6 @@ class Runs:
                     # gradients before the next part's.
                     run.add(self._result(outputs.pop(), rows, task, weight, scale))
                 run.states.append(state_of(task.replicas))
-                if self.lends:
-                    run.numbers += self.user_code.changed_numbers()
             if joins:
                 all_rows = list(chain(*parts))
                 joined = self._joined(outputs, parts)
@@ -233,7 +210,6 @@ class Runs:
         self.user_code.restart()
         numbers = ConstantNumbers()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.user_code.saved_writes.watching())
             if self.user_code.is_widened:
                 stack.enter_context(WiderCasts(self.precision))
             if self.draws_constants:
@@ -286,11 +262,7 @@ class Runs:
         is_watched = task is self.replica_task
         watch = self.backward_calls if is_watched else contextlib.nullcontext()
         try:
-            of_replica: contextlib.AbstractContextManager[object]
-            of_replica = contextlib.nullcontext()
-            if is_watched:
-                of_replica = backward_of(task.replicas[0], [loss])
-            with watch, of_replica:
+            with watch:
                 return torch.autograd.grad(loss, leaves, allow_unused=True)
         except RuntimeError as error:
             # Reentrant checkpoints refuse autograd.grad: only losses are compared.
@@ -381,27 +353,3 @@ def _copy_of_constant(tensor: Tensor) -> Tensor:
 def copy_of_leaf(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of a leaf: code must not write into that in place."""
     return tensor.clone() if tensor.is_leaf else tensor
-
-
-def _saved_writes(attempt: Attempt, task: ReplicaTask) -> SavedWrites:
-    """Saves what calls in turn write of the user's parameters, and of the replica's.
-
-    The replicas get memory of their own for frozen ones before the calls of the step.
-    """
-    owners: dict[int, tuple[ReplicaSet, Tensor]] = {}
-    parameters: list[Tensor] = []
-    replicas = attempt.replicas
-    # Other calls are refused if they write one.
-    replica_sets = replicas.replica_sets if replicas.ignores_data else []
-    for replica_set, replica in zip(replica_sets, task.replicas, strict=False):
-        for original, copied in zip(replica_set.tensors, replica.tensors, strict=True):
-            if isinstance(original, nn.Parameter):
-                parameters += [original, copied]
-                for tensor in (original, copied):
-                    owners[id(tensor)] = replica_set, original
-
-    def note(parameter: Tensor) -> None:
-        replica_set, original = owners[id(parameter)]
-        replica_set.handed_on.expect_write(original)
-
-    return SavedWrites(parameters, note)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.torch_private.compiler import uncompiled
 from scatterpar.verify.dropped_records import records_dropped
-from scatterpar.verify.saved_writes import SavedWrites
 
 _UNSAVED = (
     "Such code is not looked at: use it outside of forward and the criterion, and pass "
@@ -51,7 +50,6 @@ class UserCode:
     Attributes:
         journals: what user code may change, except in replicas; none before the first
             call.
-        saved_writes: the parameters that calls have written.
         has_half_precision: whether a module or the batch is in half precision.
         is_widened: whether calls compute in a wider format than the step.
     """
@@ -64,12 +62,8 @@ class UserCode:
         guarded: Container[int],
         deadline: float,
         precision: Precision,
-        save_writes: Callable[[], SavedWrites],
-        journal_of_loop: Callable[[], Journal | None],
     ) -> None:
-        """``guarded`` has the ``id`` of parameters that journals do not save;
-        ``save_writes`` makes what saves those that calls write; ``journal_of_loop`` is
-        as in ``LoopOptions``.
+        """``guarded`` has the ``id`` of parameters that journals do not save.
 
         After ``deadline``, a time of ``time.monotonic``, calls are inconclusive.
         """
@@ -77,8 +71,6 @@ class UserCode:
         self._own_module = own_module
         self._task = task
         self._guarded = guarded
-        self._save_writes = save_writes
-        self._journal_of_loop = journal_of_loop
         self._deadline = deadline
         # A refusal needs runs of its own: the second half of the time is for these.
         self._halfway = (time.monotonic() + deadline) / 2
@@ -95,7 +87,6 @@ class UserCode:
         # A stack, because a look may end in any of its stages, and in another thread.
         self._undo = contextlib.ExitStack()
         self.journals: list[Journal] = []
-        self.saved_writes = SavedWrites((), lambda _: None)
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
@@ -135,9 +126,6 @@ class UserCode:
             yield
 
     def _save(self) -> None:
-        # Of the wider copies, if there are any.
-        self.saved_writes = self._save_writes()
-        self._undo.callback(self.saved_writes.restore)
         request = self._request
         criteria = self._task.criterion, request.criterion, request.count
         modules = [self._own_module, *roots_of_batches(request.batches)]
@@ -150,10 +138,6 @@ class UserCode:
                 why = f"the check could not put back {', '.join(journal.unsaved)}"
                 raise Inconclusive(why, patience=1, is_final=True, remedy=_UNSAVED)
 
-    def changed_numbers(self) -> list[str]:
-        """The names of numbers in the user's modules that calls have written."""
-        return self.journals[-1].changed_numbers()
-
     @property
     def of_criterion(self) -> Journal:
         """The state that the criterion may change, and all random generators."""
@@ -162,21 +146,7 @@ class UserCode:
     @property
     def has_drawn(self) -> bool:
         """Whether calls have drawn from a generator, until the last ``restart``."""
-        return any(journal.drawn for journal in self._journals_of_generators())
-
-    @property
-    def draws_differ(self) -> bool:
-        """Whether calls have drawn unequally from one of Python's or NumPy's."""
-        return any(journal.draws_differ for journal in self._journals_of_generators())
-
-    def _journals_of_generators(self) -> list[Journal]:
-        """Those of the criterion, and of a loop's function; the latter is rewound."""
-        journals = [self.of_criterion]
-        of_loop = self._journal_of_loop()
-        if of_loop is not None:
-            of_loop.rewind()  # which sees whether numbers were drawn
-            journals.append(of_loop)
-        return journals
+        return self.of_criterion.drawn
 
     def _layers(self) -> Iterator[nn.Module]:
         """Yield all layers of the user's modules and of the replica's.
@@ -232,7 +202,6 @@ class UserCode:
         """Undo what user code has changed, in replicas, too."""
         for journal in self.journals:
             journal.restore()
-        self.saved_writes.restore()
         self._restore_flags()
         self.refresh()
 

@@ -7,14 +7,12 @@ says so.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 from scatterpar.devices.memory import no_kernel_search
 from scatterpar.errors import warn
 from scatterpar.log import logger
 from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.step.attempt import Attempt
-from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.request import LossCandidate
 from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
@@ -22,7 +20,7 @@ from scatterpar.threads.process_settings import SETTINGS_KEPT
 from scatterpar.verify import look_words
 from scatterpar.verify.choice import alike, candidate_of
 from scatterpar.verify.look import look
-from scatterpar.verify.look_request import LookRequest, choose_rows
+from scatterpar.verify.look_request import LookRequest, LossWays, choose_rows
 from scatterpar.verify.schedule import (
     Kind,
     Kinds,
@@ -33,20 +31,6 @@ from scatterpar.verify.schedule import (
 from scatterpar.verify.verdicts import Action, LookReport, Verdict
 
 _KEY_LENGTH = 60  # beginnings of warnings that are not repeated
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The choice that looks make for a step.
-
-    Attributes:
-        candidate: the way by which losses combine; ``None`` if the arguments of the
-            step say how.
-        scope: the part of a sub-step that a turn has to include.
-    """
-
-    candidate: LossCandidate | None = None
-    scope: Scope = Scope.NOTHING
 
 
 # A candidate, and why the look at it is inconclusive.
@@ -80,13 +64,10 @@ class Verifier:
         # None is known before the first look, and in a loop with other candidates.
         return known or candidates
 
-    def check(
-        self, attempt: Attempt, tasks: Sequence[ReplicaTask], loop: LoopOptions
-    ) -> Choice:
+    def check(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Scope:
         """Before the sub-steps: look at some rows, if that is due.
 
-        Returns by which candidate of the loop losses combine, which may be another one
-        than the request assumes.
+        Returns which part of a sub-step one replica at a time runs.
 
         Raises:
             ValueError: a replica, in parts, gives another loss or gradient than the
@@ -94,7 +75,7 @@ class Verifier:
         """
         self._waiting.clear()  # of a step that has failed
         with attempt.span("verify"):
-            return self._check(attempt, tasks[0], loop)
+            return self._check(attempt, tasks[0])
 
     def warn(self, text: str, names: Sequence[str] = ()) -> None:
         """Warn once, when the step has succeeded, of state with these ``names``."""
@@ -109,31 +90,23 @@ class Verifier:
                 warn(text)
         self._waiting.clear()
 
-    def _check(self, attempt: Attempt, task: ReplicaTask, loop: LoopOptions) -> Choice:
+    def _check(self, attempt: Attempt, task: ReplicaTask) -> Scope:
         request = attempt.request.of_largest_batch()
         is_divided = self._is_distributed or len(attempt.plan.substep_rows) > 1
         # The criterion gets the one row, whatever the number of replicas.
         if request.whole_batch and request.rows == 1:
             is_divided = False
-        assumed = request.candidate
-        candidates: Sequence[LossCandidate] = [assumed or candidate_of(request)]
-        # Of one kind are steps for which other candidates are assumed.
-        of_kind = request
-        if assumed is not None:
-            of_kind = replace(request, count=None)
-            if is_divided:
-                candidates = self.remaining(loop.candidates)
-        look_request = LookRequest(attempt, request, task, is_divided, candidates, loop)
+        candidate = candidate_of(request)
+        ways = LossWays()
+        look_request = LookRequest(
+            attempt, request, task, is_divided, [candidate], ways
+        )
         flags = attempt.replicas.of_model.flags
-        kind, details = self.kinds.kind_of(of_kind, is_divided, flags)
-        # A batch that leaves several candidates says nothing of the next one.
-        if look_request.is_open_between(candidates):
-            details = "open", kind.steps  # new in each step
-        chosen = candidates[0]
+        kind, details = self.kinds.kind_of(request, is_divided, flags)
         if kind.count_step(ranges_of_step(request), details):
-            chosen = self.ask(look_request, kind)
+            self.ask(look_request, kind)
         # The scope also holds in steps that are not looked at.
-        return Choice(None if assumed is None else chosen, kind.scope)
+        return kind.scope
 
     def ask(self, look_request: LookRequest, kind: Kind) -> LossCandidate:
         """Look at a step. Refuses it, or tells what the look has found.
@@ -158,13 +131,7 @@ class Verifier:
             title = look_request.title(kind.looks)
             try:
                 row_choice = choose_rows(look_request, candidate, kind.looks)
-                with look_request.loop.around_looks():
-                    report = look(
-                        look_request.attempt,
-                        look_request.task,
-                        row_choice,
-                        look_request.loop.journal_of_look,
-                    )
+                report = look(look_request.attempt, look_request.task, row_choice)
             except Inconclusive as error:
                 logger.debug("%s is inconclusive: %s", title, error)
                 # Without its frames: one of them holds this list.
@@ -222,8 +189,7 @@ class Verifier:
     def _agree(self, look_request: LookRequest, kind: Kind, report: LookReport) -> None:
         """Note that a look has not refused, and warn of what it has found."""
         effects = report.effects
-        scope = Scope.SUBSTEP if look_request.loop.disturbs() else effects.scope
-        self._widen_turns(look_request, kind, scope)
+        self._widen_turns(look_request, kind, effects.scope)
         moved = [name for name in effects.moved if name not in self._told]
         if moved:
             self.warn(look_words.state_is_moved(look_request, moved), moved)

@@ -8,7 +8,6 @@ import contextlib
 import copy
 import re
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from harness.oracle import (
     assert_gradients,
     build,
     gradients,
-    seeded,
     whole_batch,
 )
 from harness.pairwise import pairwise
@@ -28,9 +26,6 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
-from scatterpar.replicas.broadcast import Broadcast
-from scatterpar.replicas.module_contents import ModuleContents
-from scatterpar.replicas.parameter_guard import ParameterGuard
 
 ROWS, LABELS = BATCH
 TOKENS = torch.arange(9) * 2 % 13
@@ -446,29 +441,3 @@ def test_later_write_is_no_first_call(devices, monkeypatch):
         SWITCH["on"] = True
         with pytest.raises(RuntimeError, match=r"lost; write it after"):
             engine.forward_backward(ROWS, LABELS, CRITERION)
-
-
-@pytest.mark.parametrize("is_unseen", [False, True], ids=["in place", "through .data"])
-def test_guard_allows_what_calls_hand_on(is_unseen):
-    """By its number among all tensors: buffers lie between the parameters."""
-    with seeded():
-        module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
-    contents = ModuleContents((module,))
-    host = torch.device("cpu")
-    tensors = list(contents.tensors.values())
-    guard = ParameterGuard(Broadcast(contents, [host]), [(host, tensors)])
-    weight = module[1].weight
-    numbers = {key: number for number, key in enumerate(contents.tensors)}
-
-    def write(*, allowed, mode):
-        handed_on = SimpleNamespace(was_lent=True, begun={numbers[id(allowed)]})
-        with guard.read_only(mode, handed_on=handed_on), torch.no_grad():
-            (weight.data if is_unseen else weight).add_(1)
-
-    write(allowed=weight, mode="one")
-    for mode, other in enumerate([module[0].weight, module[0].bias, module[1].bias]):
-        weight.requires_grad_(not mode)
-        remedy = "freeze it" if weight.requires_grad else "write its values in place"
-        words = rf"the parameter '1\.weight', which.*{remedy}"
-        with pytest.raises(RuntimeError, match=words):
-            write(allowed=other, mode=mode)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 import torch
 from harness.pairwise import few_of, pairwise
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from scatterpar import Rows, ScatterOnceParallel
-from scatterpar.step.loop_options import LoopOptions
-from scatterpar.step.turns import Scope, lasting_a_turn
+from scatterpar.step.turns import Scope
 
 pytestmark = [pytest.mark.core, pytest.mark.draws]
 
@@ -64,10 +60,22 @@ def column(rows):
     return torch.arange(float(rows), dtype=torch.float64).view(-1, 1)
 
 
-def engine_in_turns(model, devices, accum=2, **options):
-    options.setdefault("verify", False)
+class Finds:
+    """Looks that find what a turn has to include."""
+
+    def __init__(self, scope):
+        self.scope = scope
+
+    def check(self, attempt, tasks):
+        return self.scope
+
+    def tell(self):
+        """There is nothing to tell."""
+
+
+def engine_in_turns(model, devices, accum=2, turn=Scope.FUNCTION, **options):
     engine = ScatterOnceParallel(model, accum, devices, **options)
-    engine.loop = LoopOptions(takes_turns=True)
+    engine._verifier = Finds(turn)
     return engine
 
 
@@ -115,8 +123,7 @@ def test_criteria_in_order_forward_passes_overlap(rows, layout):
         seen.extend(numbers(of_batch))
         return scores.square().mean()
 
-    engine = engine_in_turns(Scores(), LAYOUTS[layout](2))
-    engine.loop = replace(engine.loop, turn=Scope.LOSS)
+    engine = engine_in_turns(Scores(), LAYOUTS[layout](2), turn=Scope.LOSS)
     engine.forward_backward(column(rows), None, criterion)
     assert seen == list(range(rows))
     gradient = engine.module.weight.grad
@@ -144,34 +151,10 @@ def test_order_with_every_cut(cut):
 @pytest.mark.parametrize("sizes", [[4, 3], [1, 1, 4], [2, 9, 1]])
 def test_order_of_several_batches(sizes):
     seen = []
-    engine = engine_in_turns(Model(seen.extend), LAYOUTS["shared"](2), verify=True)
+    engine = engine_in_turns(Model(seen.extend), LAYOUTS["shared"](2))
     batches = column(sum(sizes)).split(sizes)
     engine.forward_backward(Rows.from_batches(batches))
     assert seen[-sum(sizes) :] == list(range(sum(sizes)))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_map_and_outputs_in_order_of_rows(layout):
-    seen = []
-    engine = engine_in_turns(nn.Identity(), LAYOUTS[layout](3), 2)
-
-    def function(_, rows):
-        seen.extend(numbers(rows))
-        return rows + 1
-
-    torch.testing.assert_close(engine.map(function, column(11)), column(11) + 1)
-    assert seen == list(range(11))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_returned_outputs_are_one_entry_in_order(layout):
-    model = nn.Linear(1, 1, dtype=torch.float64)
-    engine = engine_in_turns(model, LAYOUTS[layout](2), 3, verify=True)
-    _, outputs = engine.forward_backward(
-        column(11), column(11), nn.MSELoss(), return_outputs=True
-    )
-    (output,) = outputs
-    torch.testing.assert_close(output, model(column(11)).detach())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -197,27 +180,12 @@ def test_whole_batch_in_order_of_rows(layout):
     torch.testing.assert_close(engine.module.weight.grad, plain.grad)
 
 
-def test_whole_batch_calls_both_passes_in_order():
-    seen = []
-
-    class Rowwise(Model):
-        def forward(self, rows):
-            self.on_call(numbers(rows))
-            return rows * self.weight
-
-    engine = engine_in_turns(Rowwise(seen.extend), LAYOUTS["virtual"](2), 2)
-    engine.forward_backward(
-        column(8), criterion=lambda output, _: output.square().mean(), whole_batch=True
-    )
-    assert seen == [*range(8), *range(4)]
-
-
 @pairwise(layout=LAYOUTS, turn=[Scope.FUNCTION, Scope.SUBSTEP], rows=[32, 33])
 def test_turns_run_without_graphs(layout, turn, rows):
     """A replay would not call the user's function."""
     seen = []
     engine = engine_in_turns(Model(seen.extend), LAYOUTS[layout](2), 8, graphs=True)
-    engine.loop = replace(engine.loop, turn=turn)
+    engine._verifier = Finds(turn)
     with pytest.warns(match="replicas take turns in calling a function of yours"):
         engine.forward_backward(column(rows))
     for _ in range(2):
@@ -293,19 +261,6 @@ def test_rows_that_cannot_be_loaded_end_the_step(row):
     assert engine.module.weight.grad is None
 
 
-def test_look_that_refuses_ends_the_step():
-    """A look calls the function outside of turns."""
-
-    class Sums(Model):
-        def forward(self, rows):
-            return super().forward(rows) * len(rows)
-
-    engine = engine_in_turns(Sums(), LAYOUTS["virtual"](2), verify=True)
-    with pytest.raises(ValueError, match="reduction"):
-        engine.forward_backward(column(8))
-    assert engine.module.weight.grad is None
-
-
 def test_criterion_in_the_turn_of_its_function():
     """It reads what the forward pass of the same rows has written."""
     written = []
@@ -365,7 +320,7 @@ def test_retries_after_memory_ran_out_in_a_turn(turn, where, graphs):
 
     model = Scores(fails("forward"), fails("backward"))
     engine = engine_in_turns(model, LAYOUTS["virtual"](2), "auto", graphs=graphs)
-    engine.loop = replace(engine.loop, turn=turn)
+    engine._verifier = Finds(turn)
     engine.forward_backward(column(12), None, criterion)
     assert engine.last_step.retries
     gradient = gradient_of_plain(column(12))
@@ -409,153 +364,6 @@ def test_calls_of_plain_engine_overlap():
         Model(lambda rows: barrier.wait()), 1, ["cpu"] * 2, verify=False
     )
     engine.forward_backward(column(2))
-
-
-# --- turns that last the whole sub-step ---
-
-
-class Owner:
-    """An object whose module is a replica's while its function runs."""
-
-    def __init__(self, module):
-        self.module = module
-        self.own_module = module
-        self.engine = None
-        self.events = []
-
-    @contextlib.contextmanager
-    def lent(self, module):
-        self.module = module
-        self.events.append("lent")
-        try:
-            yield
-        finally:
-            self.events.append("back")
-            self.module = self.own_module
-
-    def block(self, rows):
-        is_replica = self.module is not self.own_module
-        self.events.append("replica" if is_replica else "own")
-        return self.module.layer(rows)
-
-    def step(self, replica, rows):
-        with lasting_a_turn(self.engine.present_turns, self.lent(replica)):
-            hidden = checkpoint(self.block, rows, use_reentrant=False)
-            self.events.append("called")
-            return hidden.square().mean()
-
-
-class Loop(nn.Module):
-    """A module with a layer, whose forward pass is a function of an owner."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(1, 1, dtype=torch.float64)
-
-    def forward(self, step, rows):
-        return step(self, rows)
-
-
-@pytest.mark.parametrize("layout", few_of(LAYOUTS, ["virtual"]))
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_checkpoint_of_owner_has_replica(replicas, layout):
-    """A look sees it: then a turn, and what it lends, lasts until the backward pass."""
-    model = Loop()
-    engine = engine_in_turns(model, LAYOUTS[layout](replicas), 2, verify=True)
-    owner = Owner(model)
-    owner.engine = engine
-    for _ in range(3):
-        model.zero_grad()
-        engine.forward_backward({"step": owner.step, "rows": column(7)})
-        gradients = [parameter.grad for parameter in model.parameters()]
-        model.zero_grad()
-        model.layer(column(7)).square().mean().backward()
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            torch.testing.assert_close(gradient, parameter.grad)
-    assert owner.module is model
-    # The block is called in the forward pass, and again in the backward pass.
-    substep = ["lent", "replica", "called", "replica", "back"]
-    step = substep * len(engine.last_step.plan.substep_rows)
-    assert owner.events[-len(step) :] == step
-
-
-def test_checkpoint_of_replica_needs_no_longer_turns():
-    """Its own layer is called again, whatever others have lent."""
-    attempts = []
-
-    class Checkpointed(Loop):
-        def forward(self, rows):
-            return checkpoint(self.layer, rows, use_reentrant=False).square().mean()
-
-    engine = engine_in_turns(Checkpointed(), LAYOUTS["shared"](2), 2, verify=True)
-    verifier = engine._verifier
-    check = verifier.check
-
-    def checked(attempt, *arguments):
-        choice = check(attempt, *arguments)
-        attempts.append(max(choice.scope, attempt.threads.scope))
-        return choice
-
-    verifier.check = checked
-    engine.forward_backward(column(8))
-    assert attempts == [Scope.FUNCTION]
-
-
-def test_lasts_no_turn_of_another_thread():
-    """A forward pass runs beside the turn of another replica's criterion."""
-    held = threading.Event()
-    has_ended = threading.Event()
-    events = []
-
-    @contextlib.contextmanager
-    def lent():
-        yield
-        events.append("back")
-
-    class Lends(nn.Linear):
-        def forward(self, rows):
-            if 0 not in numbers(rows):
-                assert held.wait(30)
-                with lasting_a_turn(engine.present_turns, lent()):
-                    events.append("body")
-                events.append("after")
-                has_ended.set()
-            return super().forward(rows)
-
-    def criterion(output, targets):
-        held.set()
-        assert has_ended.wait(30)
-        return (output - targets).square().mean()
-
-    model = Lends(1, 1, dtype=torch.float64)
-    engine = engine_in_turns(model, LAYOUTS["virtual"](2), 1)
-    engine.loop = LoopOptions(takes_turns=True, turn=Scope.LOSS)
-    engine.forward_backward(column(4), column(4), criterion)
-    assert events == ["body", "back", "after"]
-
-
-def test_lasts_its_turn_around_another_step():
-    """One replica runs in the caller's thread, and so does the engine that it calls."""
-    events = []
-    other = engine_in_turns(Model(), ["cpu"], 1)
-
-    @contextlib.contextmanager
-    def lent():
-        yield
-        events.append("back")
-
-    class Lends(nn.Linear):
-        def forward(self, rows):
-            with torch.enable_grad():
-                other.forward_backward(column(2))
-            with lasting_a_turn(engine.present_turns, lent()):
-                hidden = super().forward(rows)
-            events.append("called")
-            return hidden.square().mean()
-
-    engine = engine_in_turns(Lends(1, 1, dtype=torch.float64), ["cpu"], 2)
-    engine.forward_backward(column(4))
-    assert events == ["called", "back"] * 2
 
 
 # --- what is refused ---

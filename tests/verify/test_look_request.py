@@ -9,12 +9,10 @@ import torch
 from torch import nn
 
 from scatterpar.batch.batch import batch_of
-from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.plan import make_plan
-from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.request import LossCandidate, Request
 from scatterpar.verify import look_request
-from scatterpar.verify.look_request import LookRequest, choose_rows
+from scatterpar.verify.look_request import LookRequest, LossWays, choose_rows
 
 pytestmark = pytest.mark.draws
 CPUS = [torch.device("cpu", number) for number in range(2)]
@@ -23,7 +21,7 @@ BY_LABELS = LossCandidate("labels", count=lambda _, t: (t != -100).sum())
 BY_ROWS = LossCandidate("rows")
 
 
-def asked(module=None, criterion=None, accum=2, features=3, devices=CPUS, **loop):
+def asked(module=None, criterion=None, accum=2, features=3, devices=CPUS):
     """A request for a look at a step of 160 rows, which cost little."""
     module = nn.Linear(3, 2) if module is None else module
     batch = batch_of(torch.zeros(160, features), LABELS, 160, 0)
@@ -31,8 +29,7 @@ def asked(module=None, criterion=None, accum=2, features=3, devices=CPUS, **loop
     replicas = SimpleNamespace(of_model=SimpleNamespace(root=module))
     plan = make_plan(160, devices, accum)
     attempt = SimpleNamespace(plan=plan, replicas=replicas)
-    options = LoopOptions(**loop)
-    return LookRequest(attempt, request, None, True, [BY_ROWS], options)
+    return LookRequest(attempt, request, None, True, [BY_ROWS], LossWays())
 
 
 def most_rows(number, **options):
@@ -77,7 +74,7 @@ def test_labels_that_the_loss_ignores():
         None,
         True,
         own.candidates,
-        own.loop,
+        own.ways,
     )
     assert 77 in choose_rows(own_loss, BY_ROWS, 0).ignored
     chosen = choose_rows(asked(Module(), criterion), BY_ROWS, 0)
@@ -91,37 +88,6 @@ def test_choice_is_of_the_candidate():
     assert row_choice.number == 3
     assert row_choice.is_divided
     assert any(torch.equal(tensor, LABELS) for tensor in row_choice.tensors)
-
-
-def test_divided_rows_have_own_plan():
-    """Each row of the step was a whole batch for the loop."""
-
-    def largest(inputs):
-        return {"rows": torch.zeros(12, 3)}
-
-    row_choice = choose_rows(asked(divided=largest), BY_ROWS, 0)
-    assert row_choice.request.rows == row_choice.plan.rows == 12
-    spans = [share.micro_batches for share in row_choice.plan.shares]
-    assert [list(of_share) for of_share in spans] == [[(0, 6)], [(6, 12)]]
-    one = choose_rows(asked(divided=largest, devices=CPUS[:1]), BY_ROWS, 0)
-    (share,) = one.plan.shares
-    assert list(share.micro_batches) == [(0, 6), (6, 12)]
-
-
-def test_undividable_is_inconclusive():
-    def divided(inputs):
-        raise ValueError("5 images of 4 rows")
-
-    with pytest.raises(Inconclusive, match="5 images of 4 rows") as caught:
-        choose_rows(asked(divided=divided), BY_ROWS, 0)
-    assert caught.value.patience == 1
-
-
-def test_whole_batch_is_not_divided():
-    step = asked(divided=lambda inputs: 1 / 0)
-    request = Request(step.request.batches, 0, nn.MSELoss(), whole_batch=True)
-    whole = LookRequest(step.attempt, request, None, True, [BY_ROWS], step.loop)
-    assert choose_rows(whole, BY_ROWS, 0).request.rows == 160
 
 
 def test_alike_candidates_are_not_open():

@@ -7,10 +7,9 @@ from torch import nn
 
 from scatterpar.batch.batch import batch_of
 from scatterpar.numerics.comparison import Inconclusive
-from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.request import LossCandidate, Request
 from scatterpar.verify import look_words
-from scatterpar.verify.look_request import LookRequest
+from scatterpar.verify.look_request import LookRequest, LossWays
 from scatterpar.verify.verdicts import Action, Verdict
 
 BY_ROWS = LossCandidate("a mean over rows")
@@ -18,12 +17,11 @@ A_SUM = LossCandidate("a sum", "sum")
 REMEDIES = "Pass count= to the Loop."
 
 
-def asked(candidates=(BY_ROWS,), whole_batch=False, **loop):
+def asked(candidates=(BY_ROWS,), whole_batch=False, **ways):
     """A request for a look at a step with ``nn.MSELoss``."""
     batch = batch_of(None, None, 4, 0)
     request = Request([batch], 0, nn.MSELoss(), whole_batch=whole_batch)
-    loop = LoopOptions(**loop)
-    return LookRequest(None, request, None, True, candidates, loop)
+    return LookRequest(None, request, None, True, candidates, LossWays(**ways))
 
 
 def inconclusive(**options):
@@ -42,11 +40,6 @@ def inconclusive(**options):
             look_words.state_is_moved(asked(), ["the buffer 'a'", "the number b"]),
             "forward passes move the buffer 'a', the number b: at each sub-step",
             "Move it once per step, outside of forward",
-        ),
-        (
-            look_words.state_is_moved(asked(lends=True), ["steps"]),
-            "the criterion MSELoss writes steps in each call",
-            "Count steps where the loop counts them.",
         ),
         (
             look_words.tensor_was_not_saved((3, 4)),
@@ -85,7 +78,7 @@ def test_problem_then_remedy(text, problem, remedy):
     assert remedy in second
 
 
-def test_remedy_of_reason_before_that_of_loop():
+def test_remedy_of_reason_before_that_of_caller():
     def remedy(request, **options):
         reason = inconclusive(**options)
         text = look_words.looks_are_inconclusive(request, reason, BY_ROWS)
@@ -96,7 +89,7 @@ def test_remedy_of_reason_before_that_of_loop():
     assert remedy(asked(), remedy="Seed it.") == "Seed it."
 
 
-def test_refusal_names_the_loops_remedies():
+def test_refusal_names_the_callers_remedies():
     """Not those of the engine, and not if losses are not the reason."""
     verdict = Verdict(Action.REFUSE, "as the engine", problem="Off by 3.", cause="Sum.")
     several = asked((BY_ROWS, A_SUM), remedies=REMEDIES)

@@ -23,13 +23,11 @@ from torch.utils.checkpoint import checkpoint
 from scatterpar import (
     DataParallelCriterion,
     DataParallelModel,
-    Rows,
     ScatterOnceParallel,
     ShardedOptimizer,
     gather,
 )
 from scatterpar.devices import memory
-from scatterpar.step.loop_options import LoopOptions
 
 pytestmark = [
     pytest.mark.nullcuda,
@@ -501,34 +499,3 @@ def test_replicas_launch_concurrently(options):
         rows = torch.ones(6 * cards, FEATURES)
         engine.forward_backward(rows, None, lambda output, _: output.sum(), **options)
     assert not barrier.broken
-
-
-@pytest.mark.parametrize("accum", [1, 3])
-def test_turns_in_order_of_rows(device_ids, accum):
-    """Replicas on one accelerator share a thread: the first ones have the first rows."""
-    model, inputs, _ = problem()
-    seen = []
-
-    def criterion(output, targets):
-        seen.extend(targets.tolist())
-        return LOSS(output, targets % CLASSES)
-
-    engine = ScatterOnceParallel(model, accum, device_ids, verify=False)
-    engine.loop = LoopOptions(takes_turns=True)
-    numbers = torch.arange(ROWS)
-    loss = engine.forward_backward(inputs, numbers, criterion)
-    assert seen == list(range(ROWS))
-    plain = copy.deepcopy(model)
-    expected = LOSS(plain(inputs.to(kind())), (numbers % CLASSES).to(kind()))
-    torch.testing.assert_close(loss, expected.detach())
-
-
-def test_several_batches_in_turns(device_ids):
-    """Where replicas share a thread, the second one's rows come after the first's."""
-    model, inputs, targets = problem()
-    engine = ScatterOnceParallel(model, 1, device_ids, verify=False)
-    engine.loop = LoopOptions(takes_turns=True)
-    batches = [Rows.from_batches(rows.split([20, 17])) for rows in (inputs, targets)]
-    loss = engine.forward_backward(*batches, LOSS)
-    expected = LOSS(model(inputs.to(kind())), targets.to(kind()))
-    torch.testing.assert_close(loss, expected.detach())

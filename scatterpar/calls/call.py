@@ -256,7 +256,7 @@ class Calls:
             if current_graph_task() == -1:
                 gradients.forget_dropped()
             start = time.perf_counter()
-            self._replicas.refresh(transfers)
+            self._replicas.refresh(transfers, self._workers)
             seconds["replicate"] = time.perf_counter() - start
             gradients.transfers = transfers
             division = Division(plan, options.dim, transfers, gradients)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.replicas.slots import Slot
 from scatterpar.step.commit import attach
 from scatterpar.step.reduce import sum_in_order
+from scatterpar.threads.workers import Workers
 from scatterpar.torch_private.autograd import (
     at_end_of_pass,
     backward,
@@ -135,8 +137,14 @@ class CallGradients:
 
     # --- the graph ---
 
-    def connect(self, replica_set: ReplicaSet) -> None:
-        """Let the replicas' tensors depend on the user's, unless they do."""
+    def connect(self, replica_set: ReplicaSet, workers: Workers | None = None) -> None:
+        """Let the replicas' tensors depend on the user's, unless they do.
+
+        Autograd prefers nodes that their thread has made later. So the nodes are made
+        in the first replica's thread, of ``workers``, before its other nodes: what
+        replica 0 adds to the user's tensors arrives first, and sums have the same bits
+        every time. Without ``workers`` the present thread makes them.
+        """
         slots = replica_set.slots
         trained = replica_set.trained
         # A backward pass that does not use these must not reach them: autograd would
@@ -150,21 +158,22 @@ class CallGradients:
         self.disconnect(replica_set)
         # Those of a parameter that is frozen for a while wait for the next sum.
         self._add_lost({id(slot.tensor) for slot in slots})
-        with torch.inference_mode(False), torch.enable_grad():
-            for numbers in _buckets(trained, alone):
-                originals = [slots[number].tensor for number in numbers]
-                dtypes = [
-                    slots[number].sum_dtype or torch.float32 for number in numbers
-                ]
-                copies: list[Tensor] = []
-                for replica in replicas:
-                    copies += [replica.tensors[number] for number in numbers]
-                # A copy shares its version counter with the memory that it uses.
-                with version_counters_kept(copies):
-                    for copy in copies:
-                        copy.requires_grad_(False)
-                    _connect(_Bucket(self, originals, dtypes), copies)
-                self._copies += copies
+        connections: list[tuple[_Bucket, list[Tensor]]] = []
+        for numbers in _buckets(trained, alone):
+            originals = [slots[number].tensor for number in numbers]
+            dtypes = [slots[number].sum_dtype or torch.float32 for number in numbers]
+            copies: list[Tensor] = []
+            for replica in replicas:
+                copies += [replica.tensors[number] for number in numbers]
+            connections.append((_Bucket(self, originals, dtypes), copies))
+            self._copies += copies
+        connect_all = partial(_connect_all, connections)
+        if workers is None or not replicas:
+            connect_all()
+        else:
+            # Without a limit a single call runs in the caller's thread.
+            master = self._devices[:1]
+            workers.parallel_apply([connect_all], [()], master, seconds=math.inf)
         self._replica_set = replica_set
         self._slots = slots
         self._alone = alone
@@ -512,6 +521,16 @@ class _Connection(torch.autograd.Function):
         bucket: _Bucket = ctx.bucket
         sums = bucket.gradients.arrive(bucket, gradients[1:])
         return None, None, None, *sums, *[None] * ctx.copies
+
+
+def _connect_all(connections: Sequence[tuple[_Bucket, list[Tensor]]]) -> None:
+    with torch.inference_mode(False), torch.enable_grad():
+        for bucket, copies in connections:
+            # A copy shares its version counter with the memory that it uses.
+            with version_counters_kept(copies):
+                for copy in copies:
+                    copy.requires_grad_(False)
+                _connect(bucket, copies)
 
 
 def _connect(bucket: _Bucket, copies: list[Tensor]) -> None:

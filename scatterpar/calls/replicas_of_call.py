@@ -29,6 +29,7 @@ from scatterpar.objects.references import MUTABLE_CONTAINERS
 from scatterpar.objects.whose import is_user_function
 from scatterpar.replicas.buffers import written_unseen
 from scatterpar.replicas.replicas import Replica, ReplicaSet
+from scatterpar.threads.workers import Workers
 
 
 class _Root(nn.Module):
@@ -68,8 +69,8 @@ class ReplicasOfCall:
         self._has_told_of_hooks = False
         self._mode: Any = None  # of the last call: flags, and whether it had a graph
 
-    def refresh(self, transfers: Transfers) -> None:
-        """Update the replicas to match the root."""
+    def refresh(self, transfers: Transfers, workers: Workers) -> None:
+        """Update the replicas, which ``workers`` call, to match the root."""
         self._find_boxes()
         replica_set = self.replica_set
         is_recorded = torch.is_grad_enabled()
@@ -111,7 +112,7 @@ class ReplicasOfCall:
                 self._unseen = frozenset(n for n, t in numbers if id(t) in unseen)
             else:
                 self._unseen = frozenset()
-        self.gradients.connect(replica_set)
+        self.gradients.connect(replica_set, workers)
 
     def modules_of(self, module: Any, count: int) -> list[Any]:
         """A module, or a method of one, and its copies in the other replicas."""

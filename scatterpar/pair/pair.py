@@ -417,7 +417,7 @@ class DataParallelCriterion(_OfPair[Criterion]):
         if self._replicas is None or self._replicas.device_ids != tuple(devices):
             replica_set = ReplicaSet(ReplicaOptions())
             self._replicas = ReplicasOfCall(root, devices, replica_set)
-        self._replicas.refresh(transfers)
+        self._replicas.refresh(transfers, self._workers)
         return self._replicas
 
     def _plan(self, outputs: Sequence[Any], targets: Any) -> Plan:

@@ -64,6 +64,40 @@ def test_sum_has_the_same_bits_every_time(pair):
         assert torch.equal(found[name], gradient), name
 
 
+class Uneven(nn.Module):
+    """Uses a weight several times. The thread of replica 0 makes fewer nodes."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.layer, self.times = nn.Linear(6, 6), times
+
+    def forward(self, rows):
+        for _ in range(0 if rows[0, 0] == 0 else 200):
+            self.layer.weight.sum()
+        for _ in range(self.times):
+            rows = self.layer(rows).tanh()
+        return rows
+
+
+@pytest.mark.parametrize("ids", [["cpu"] * 5, ["cpu:0", "cpu:1", "cpu:0"]])
+@pytest.mark.parametrize("times", [1, 3])
+def test_sum_has_the_bits_of_the_tree(ids, times):
+    """Replica 0's gradient was added before or after the others', as fell the numbers
+    of nodes that threads had made.
+    """
+    rows = randn(20, 6)
+    rows[0, 0] = 0
+    net = build(lambda: Uneven(times))
+    with ScatterOnceParallel(net, device_ids=ids, verify=False) as engine:
+        engine.forward_backward(rows, rows, lambda o, _: o.sum(), reduction="sum")
+        expected = gradients(net)
+        for _ in range(3):
+            net.zero_grad()
+            engine(rows).sum().backward()
+            for name, gradient in gradients(net).items():
+                assert torch.equal(expected[name], gradient), name
+
+
 def test_clipping_while_gradients_wait_is_refused(pair):
     engine, net, _ = pair
     with engine.no_sync():

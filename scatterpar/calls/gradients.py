@@ -129,11 +129,12 @@ class CallGradients:
         self._marks: dict[int, _Mark] = {}
         self._hooks: list[RemovableHandle] = []
         self._told = Told()
-        # What is connected at present.
-        self._replica_set: ReplicaSet | None = None
+        # What is connected at present. The copies' graph refers to this object, so it
+        # does not refer to them: such a cycle is never collected.
+        self._replica_set: weakref.ref[ReplicaSet] | None = None
         self._slots: Sequence[Slot] = ()
         self._alone: frozenset[int] = frozenset()
-        self._copies: list[Tensor] = []
+        self._copies: list[weakref.ref[Tensor]] = []
 
     # --- the graph ---
 
@@ -166,7 +167,7 @@ class CallGradients:
             for replica in replicas:
                 copies += [replica.tensors[number] for number in numbers]
             connections.append((_Bucket(self, originals, dtypes), copies))
-            self._copies += copies
+            self._copies += map(weakref.ref, copies)
         connect_all = partial(_connect_all, connections)
         if workers is None or not replicas:
             connect_all()
@@ -174,7 +175,7 @@ class CallGradients:
             # Without a limit a single call runs in the caller's thread.
             master = self._devices[:1]
             workers.parallel_apply([connect_all], [()], master, seconds=math.inf)
-        self._replica_set = replica_set
+        self._replica_set = weakref.ref(replica_set)
         self._slots = slots
         self._alone = alone
 
@@ -183,10 +184,11 @@ class CallGradients:
         present: set[int] = set()
         for replica in replica_set.replicas[1:]:
             present.update(map(id, replica.tensors))
-        for copy in self._copies:
+        for reference in self._copies:
+            copy = reference()
             # Those of earlier replicas may be needed by a checkpoint in the backward
             # pass of an earlier call.
-            if id(copy) in present:
+            if copy is not None and id(copy) in present:
                 copy.detach_()
         self._copies = []
         self._replica_set = None
@@ -206,7 +208,7 @@ class CallGradients:
         at_end_of_pass(partial(self._end_pass, task))
         # A checkpoint inside of the module calls parts again, and torch calls them as
         # they are now, such as with adapters switched on again.
-        replica_set = self._replica_set
+        replica_set = None if self._replica_set is None else self._replica_set()
         if replica_set is not None:
             with torch.inference_mode(False), torch.no_grad():
                 replica_set.follow_values()

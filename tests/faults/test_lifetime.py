@@ -57,10 +57,38 @@ def grow(engine):
     step(engine)
 
 
+@torch.no_grad()
+def infer(engine):
+    return engine.eval()(BATCH[0])
+
+
+def call(engine):
+    LOSS(engine(BATCH[0]), BATCH[1]).backward()
+
+
+def evaluate(engine):
+    return engine.eval()(BATCH[0])
+
+
+def fail_in_call(engine):
+    """In the backward pass."""
+
+    def boom(_):
+        raise ValueError("boom")
+
+    output = engine(BATCH[0])
+    output.register_hook(boom)
+    with pytest.raises(ValueError, match="boom"):
+        output.sum().backward()
+
+
 LIVES = {
     "a step": step,
     "outputs kept": partial(step, return_outputs=True),
-    "inference": lambda engine: engine.eval()(BATCH[0]),
+    "inference": infer,
+    "a call": call,
+    "an evaluation with a graph": evaluate,
+    "a failed call": fail_in_call,
     "a failed step": fail,
     "a failed backward pass": partial(fail, at_once=False),
     "a new tree": grow,
@@ -167,7 +195,7 @@ def fail_twice(hidden):
 
 
 @pytest.mark.parametrize("accum", [1, 2])
-@pytest.mark.parametrize("name", ["a step", "outputs kept", "inference"])
+@pytest.mark.parametrize("name", ["a step", "outputs kept", "inference", "a call"])
 def test_call_leaves_only_what_it_returns(
     devices, by_reference_counts_alone, name, accum
 ):

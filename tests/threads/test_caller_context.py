@@ -74,8 +74,9 @@ def of_gradients():
 @pytest.mark.parametrize(
     "mode", [torch.no_grad, torch.inference_mode, contextlib.nullcontext]
 )
-def test_inference_keeps_callers_mode(devices, mode):
-    expected = False, mode is torch.inference_mode
+def test_evaluation_keeps_callers_mode(devices, mode):
+    """With grad mode on a call has a graph in evaluation, too."""
+    expected = mode is contextlib.nullcontext, mode is torch.inference_mode
     assert asked(devices, of_gradients, mode, inference=True) == [expected] * 3
 
 

@@ -52,7 +52,9 @@ class Bench:
     def __init__(self, devices: list[str]) -> None:
         self.devices = devices
         self.subject = build_subject().to(physical(torch.device(devices[0])))
-        self.engine = ScatterOnceParallel(self.subject, ACCUM, devices, verify=False)
+        # A step that holds graphs frees them if memory runs out, and is computed again.
+        options = {"verify": False, "graphs": False}
+        self.engine = ScatterOnceParallel(self.subject, ACCUM, devices, **options)
         self.optimizer = torch.optim.SGD(self.subject.parameters(), 0.01, momentum=0.9)
         self.data = batch(ROWS, seed=5)
         trap.plan = self.engine.plan(ROWS)

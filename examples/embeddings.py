@@ -9,8 +9,8 @@ embeddings.
     python examples/embeddings.py
 
 By default BERT learns from the 100,000 questions and answers of natural-questions.
-``--tiny`` needs neither a GPU nor a connection: on two CPU replicas word embeddings
-learn, in less than a minute, which numbers belong together.
+``--tiny`` needs neither a GPU nor a connection: on two CPU replicas a small model
+learns, in less than a minute, which numbers belong together.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from sentence_transformers import (
 from sentence_transformers.sentence_transformer.losses import (
     CachedMultipleNegativesRankingLoss,
 )
-from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from scatterpar.integrations.transformers import ScatterOnceMixin
 
@@ -66,20 +67,28 @@ def trainer_for(
     return ScatterOnceTrainer(model, args, pairs, loss=loss, device_ids=device_ids)
 
 
-def tiny() -> tuple[SentenceTransformer, Dataset]:
-    """A small model, and pairs: two ways to write the same number."""
+def tiny(folder: str) -> tuple[SentenceTransformer, Dataset]:
+    """A small model, saved in a folder, and pairs: two ways to write the same number."""
     words = {
         word: i for i, word in enumerate(["?", *map(str, range(10)), *"abcdefghij"])
     }
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    model = SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_dim=64)])
-    numbers = [f"{i:05d}" for i in range(3 * 4096)]
+    splitter = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    splitter.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=splitter, pad_token="?", unk_token="?"
+    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=len(words), num_hidden_layers=1, **sizes)
+    BertModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    modules = [Transformer(folder), Pooling(32)]
+    numbers = [f"{i:05d}" for i in range(4 * 512)]
     anchors = [" ".join(number) for number in numbers]
     positives = [
         " ".join("abcdefghij"[int(digit)] for digit in number) for number in numbers
     ]
-    return model, Dataset.from_dict({"anchor": anchors, "positive": positives})
+    pairs = Dataset.from_dict({"anchor": anchors, "positive": positives})
+    return SentenceTransformer(modules=modules, device="cpu"), pairs
 
 
 def main() -> None:
@@ -95,7 +104,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="try it out, on the CPU")
     args = parser.parse_args()
     if args.tiny:
-        parts = tiny()
+        parts = tiny(f"{args.output}/tiny")
+        args.batch, args.rows = 512, 64
         options = {"device_ids": ["cpu"] * 2, "use_cpu": True, "report_to": "none"}
     else:
         parts = SentenceTransformer(args.model), load_dataset(args.data, split="train")
@@ -107,7 +117,7 @@ def main() -> None:
         rows=args.rows,
         output_dir=args.output,
         num_train_epochs=1,
-        learning_rate=1e-1 if args.tiny else 1e-4,
+        learning_rate=1e-2 if args.tiny else 1e-4,
         warmup_steps=0.1,
         bf16=torch.cuda.is_available()
         and torch.cuda.is_bf16_supported(including_emulation=False),

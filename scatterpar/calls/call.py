@@ -192,10 +192,9 @@ class Calls:
         """The outputs of the replicas, each on its device, and the plan."""
         with self._replicas_called(module, arguments, options) as computed:
             division = computed.division
-            outputs = tuple(
-                nested.map_tensors(division.left_in_place, output)
-                for output in computed.outputs
-            )
+            found = nested.tensors(computed.outputs)
+            left = iter(division.left_in_place(found))
+            outputs = nested.map_tensors(lambda _: next(left), tuple(computed.outputs))
             return outputs, division.plan
 
     # --- what is not divided ---
@@ -249,9 +248,9 @@ class Calls:
         plan = make_plan(rows, self._device_ids, shares=options.shares)
         transfers = AutogradTransfers()
         seconds = dict.fromkeys(PHASES, 0.0)
-        with self._workers.exclusive(self._root):
+        gradients = self.gradients
+        with self._workers.exclusive(self._root), gradients.streams.of_call():
             check_links(self._device_ids)
-            gradients = self.gradients
             gradients.end_failed_passes()
             if current_graph_task() == -1:
                 gradients.forget_dropped()

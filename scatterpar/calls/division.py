@@ -26,6 +26,7 @@ from scatterpar.devices.streams import current_streams, has_streams, use_device
 from scatterpar.devices.virtual_devices import physical
 from scatterpar.plan import Plan
 from scatterpar.step.scatter import Values, rows_on_device
+from scatterpar.torch_private.autograd import saved_tensors_hooks
 from scatterpar.torch_private.compiler import never_compiled
 
 
@@ -139,19 +140,29 @@ class Division:
 
     def on_master(self, number: int, tensor: Tensor) -> Tensor:
         """A tensor of a share, copied to the master, with its graph."""
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            tensor = Outgoing.apply(self, self.gradients.sentinel, tensor)  # type: ignore[no-untyped-call]
         device = self.devices[number]
-        if device == self.master:
-            return tensor
-        return self.transfers.copy(tensor, self.master, "compute", device)
+        if device != self.master:
+            tensor = self.transfers.copy(tensor, self.master, "compute", device)
+        return self._outgoing([tensor])[0]
 
-    def left_in_place(self, output: Tensor) -> Tensor:
-        """An output of the pair, where it is. Its backward pass is one of the call."""
-        if not torch.is_grad_enabled() or not output.requires_grad:
-            return output
-        left: Tensor = Outgoing.apply(self, self.gradients.sentinel, output)  # type: ignore[no-untyped-call]
-        return left
+    def left_in_place(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Outputs of the pair, where they are, as nodes of the call."""
+        if saved_tensors_hooks() is not None:
+            return self._outgoing(outputs)
+        return [self._outgoing([output])[0] for output in outputs]
+
+    def _outgoing(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """These outputs, which one node of the graph has as its own."""
+        if not torch.is_grad_enabled():
+            return outputs
+        result = list(outputs)
+        trained = [n for n, output in enumerate(outputs) if output.requires_grad]
+        if trained:
+            others = [outputs[number] for number in trained]
+            left = Outgoing.apply(self, self.gradients.sentinel, *others)  # type: ignore[no-untyped-call]
+            for number, output in zip(trained, left, strict=True):
+                result[number] = output
+        return result
 
 
 class JoinRows(torch.autograd.Function):
@@ -161,6 +172,7 @@ class JoinRows(torch.autograd.Function):
     def forward(ctx: Any, division: Division, _: Tensor, *parts: Tensor) -> Tensor:
         """The joined rows."""
         ctx.division = division
+        _save_for_checkpoint(ctx, division)
         return division.joined(parts)
 
     @staticmethod
@@ -169,7 +181,7 @@ class JoinRows(torch.autograd.Function):
         """The gradients of the parts."""
         (gradient,) = gradients
         division: Division = ctx.division
-        division.gradients.begin_pass()
+        _begin_pass(ctx)
         with division.on_streams():
             # In a graph of its own, for a second derivative.
             parts = SplitRows.apply(division, gradient)  # type: ignore[no-untyped-call]
@@ -197,21 +209,41 @@ class SplitRows(torch.autograd.Function):
 
 
 class Outgoing(torch.autograd.Function):
-    """An output that leaves its replica. Its backward pass is one of the call."""
+    """Outputs that leave replicas. Their backward pass is one of the call."""
 
     @staticmethod
-    def forward(ctx: Any, division: Division, _: Tensor, output: Tensor) -> Tensor:
-        """The output, as another tensor."""
+    def forward(
+        ctx: Any, division: Division, sentinel: Tensor, *outputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The outputs, as other tensors."""
         ctx.division = division
-        # No view: the user may write it in place.
-        return output.detach()
+        ctx.set_materialize_grads(False)
+        _save_for_checkpoint(ctx, division)
+        # No views: the user may write them in place.
+        return tuple(output.detach() for output in outputs)
 
     @staticmethod
     @never_compiled
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of the output."""
-        ctx.division.gradients.begin_pass()
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of the outputs."""
+        _begin_pass(ctx)
         return None, None, *gradients
+
+
+def _save_for_checkpoint(ctx: Any, division: Division) -> None:
+    """Let a checkpoint around the call compute again when it reaches this node.
+
+    Else the first tensors that replicas have saved would ask it to, from the threads
+    of several devices at once.
+    """
+    if saved_tensors_hooks() is not None:
+        ctx.save_for_backward(division.gradients.sentinel)
+
+
+def _begin_pass(ctx: Any) -> None:
+    """A backward pass has reached an output of a call."""
+    _ = ctx.saved_tensors
+    ctx.division.gradients.begin_pass()
 
 
 def are_divided_alike(tensors: Sequence[Tensor], rows: Sequence[int], dim: int) -> bool:

@@ -26,7 +26,7 @@ import functools
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -37,10 +37,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from scatterpar.calls.streams_of_calls import StreamsOfCalls
 from scatterpar.devices import coalescing
 from scatterpar.devices.coalescing import iter_copies
 from scatterpar.devices.copies import to_numbers
-from scatterpar.devices.streams import current_streams, use_device
 from scatterpar.devices.transfers import Transfers
 from scatterpar.devices.write_counters import version
 from scatterpar.errors import Told, warn
@@ -103,7 +103,6 @@ class _Bucket:
     gradients: CallGradients
     tensors: list[Tensor]
     dtypes: list[torch.dtype]  # in which gradients are added
-    streams: Sequence[torch.Stream] = field(default_factory=current_streams)
 
 
 class CallGradients:
@@ -114,6 +113,7 @@ class CallGradients:
         is_synced: whether backward passes add gradients to the user's parameters.
         were_added: whether they did since this was last set to ``False``.
         transfers: counts the copies of the next sums.
+        streams: those of calls, on which gradients are added.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -121,6 +121,7 @@ class CallGradients:
         self.is_synced = True
         self.were_added = False
         self.transfers = Transfers()
+        self.streams = StreamsOfCalls(devices)
         self._devices = list(devices)
         self.blocks = _blocks(len(self._devices))
         self._passes: dict[int, _Pass] = {}
@@ -204,7 +205,10 @@ class CallGradients:
         if task in self._passes:
             return
         is_selected = not executes(self.sentinel)
-        self._passes[task] = _Pass(self.is_synced, is_selected, self._nothing())
+        of_pass = _Pass(self.is_synced, is_selected, self._nothing())
+        # Outputs of the pair are reached in a thread per device.
+        if self._passes.setdefault(task, of_pass) is not of_pass:
+            return
         at_end_of_pass(partial(self._end_pass, task))
         # A checkpoint inside of the module calls parts again, and torch calls them as
         # they are now, such as with adapters switched on again.
@@ -235,6 +239,7 @@ class CallGradients:
                 if gradient.dtype != dtype:
                     gradient = gradient.to(dtype)
                 arrived[replica][id(tensor)] = gradient
+        self.streams.record([*arrived, *self._waiting])
         task = current_graph_task()
         if not self._passes:  # it has reached the graph past all outputs
             self.begin_pass()
@@ -271,22 +276,21 @@ class CallGradients:
         master = self._devices[0]
         is_recorded = torch.is_grad_enabled()
         sums: list[Tensor | None] = []
-        with use_device(master, bucket.streams):
-            for block in self.blocks:
-                parts = [by_replica[replica - 1] for replica in block]
-                devices = [self._devices[replica] for replica in block]
-                if len(block) > 1 and not is_recorded:
-                    # Autograd's tensors may be somebody else's, too.
-                    parts[0] = {k: g.clone() for k, g in parts[0].items()}
-                total = sum_in_order(
-                    parts, devices, self.transfers, in_place=not is_recorded
-                )
-                if devices[0] != master:
-                    messages = iter_copies(total, master, self.transfers, "reduce")
-                    total = {}
-                    for message in messages:
-                        total |= message
-                sums += [total.get(id(tensor)) for tensor in bucket.tensors]
+        for block in self.blocks:
+            parts = [by_replica[replica - 1] for replica in block]
+            devices = [self._devices[replica] for replica in block]
+            if len(block) > 1 and not is_recorded:
+                # Autograd's tensors may be somebody else's, too.
+                parts[0] = {k: g.clone() for k, g in parts[0].items()}
+            total = sum_in_order(
+                parts, devices, self.transfers, in_place=not is_recorded
+            )
+            if devices[0] != master:
+                messages = iter_copies(total, master, self.transfers, "reduce")
+                total = {}
+                for message in messages:
+                    total |= message
+            sums += [total.get(id(tensor)) for tensor in bucket.tensors]
         return sums
 
     def _end_pass(self, task: int) -> None:
@@ -294,6 +298,8 @@ class CallGradients:
         of_pass = self._passes.pop(task)
         if of_pass.is_selected:
             return
+        self.streams.follow()
+        self.streams.record([*self._waiting, *of_pass.arrived])
         for waiting, arrived in zip(self._waiting, of_pass.arrived, strict=True):
             for key, gradient in arrived.items():
                 _plus_in(waiting, key, gradient)
@@ -333,6 +339,8 @@ class CallGradients:
         """
         if not self.is_waiting:
             return
+        self.streams.follow()
+        self.streams.record(self._waiting)
         keys = set().union(*self._waiting)
         if only is not None:
             keys &= set(only)
@@ -521,7 +529,11 @@ class _Connection(torch.autograd.Function):
     @never_compiled  # a compiled function may call ``backward()``
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         bucket: _Bucket = ctx.bucket
-        sums = bucket.gradients.arrive(bucket, gradients[1:])
+        of_all = bucket.gradients
+        with of_all.streams.used_by_node():
+            sums = of_all.arrive(bucket, gradients[1:])
+        # Autograd takes them for results of this node's stream.
+        of_all.streams.record_here(sums)
         return None, None, None, *sums, *[None] * ctx.copies
 
 

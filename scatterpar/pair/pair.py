@@ -388,9 +388,9 @@ class DataParallelCriterion(_OfPair[Criterion]):
                 results = threads.run(run, range(len(devices)))
             if replicas is not None:
                 join_left_tensors(replicas, division, self._told)
-                results = [
-                    (division.left_in_place(loss), numbers) for loss, numbers in results
-                ]
+                losses = division.left_in_place([loss for loss, _ in results])
+                numbers = [numbers for _, numbers in results]
+                results = list(zip(losses, numbers, strict=True))
         except BaseException as error:
             restores: list[Callable[[], object]] = [generators.rollback]
             if replicas is not None:

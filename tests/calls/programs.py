@@ -148,7 +148,9 @@ def _gradient_penalty(call, net, rows, labels):
 
 def _two_calls(call, net, rows, labels):
     first, second = call(rows), call(rows + 0.1)
-    return F.cross_entropy(first @ second.T, torch.arange(len(rows)))
+    return F.cross_entropy(
+        first @ second.T, torch.arange(len(rows), device=rows.device)
+    )
 
 
 def _two_losses(call, net, rows, labels):
@@ -189,7 +191,7 @@ def _returning(build):
 
 
 def _by_name(call, net, rows, labels):
-    output = call(rows=rows, factors=torch.arange(len(rows), dtype=rows.dtype))
+    output = call(rows=rows, factors=torch.arange(len(rows)).to(rows))
     return F.cross_entropy(output, labels)
 
 
@@ -342,7 +344,9 @@ def _with_object(call, net, rows, labels):
 
 def _contrastive(call, net, rows, labels):
     features = F.normalize(call(rows), dim=1)
-    return F.cross_entropy(features @ features.T / 0.1, torch.arange(len(rows)))
+    return F.cross_entropy(
+        features @ features.T / 0.1, torch.arange(len(rows), device=rows.device)
+    )
 
 
 PROGRAMS = {

@@ -60,8 +60,8 @@ def leaked_threads(before):
 
 
 def _threads_of_torchs_compiler():
-    """The pools that torch.compile makes once per process and never ends, and tqdm's
-    monitor.
+    """The pools that torch.compile makes once per process and never ends, tqdm's
+    monitor, and threads of autograd.
 
     Known by what owns them, or by the names that torch gives those beside Triton's
     compiler, so that a pool of anybody else's is still a leak.
@@ -72,6 +72,9 @@ def _threads_of_torchs_compiler():
     if inductor is not None and inductor.AsyncCompile.pool.cache_info().currsize:
         pools.append(inductor.AsyncCompile.pool())
     known = {thread for thread in threading.enumerate() if thread.name in _KNOWN}
+    # Autograd's thread of a device, which never ends, once it has run Python code.
+    of_autograd = threading._DummyThread
+    known |= {t for t in threading.enumerate() if isinstance(t, of_autograd)}
     for pool in pools:
         if pool is not None:
             known |= pool._threads

@@ -13,6 +13,7 @@ TESTS = [
     str(Path(__file__).parent / name)
     for name in (
         "test_accelerator.py",
+        "test_calls.py",
         "test_draws.py",
         "test_harsh_accelerator.py",
         "../../options/graphs/test_graphs.py",

@@ -28,6 +28,8 @@ pytestmark = [
     pytest.mark.nullcuda,
     pytest.mark.vulkan,
     pytest.mark.cuda,
+    # Checkpoints inside of replicas exchange the host's generator at the same time.
+    pytest.mark.draws,
     pytest.mark.skipif(
         not torch.accelerator.is_available(), reason="no accelerator is here"
     ),

@@ -301,6 +301,8 @@ class Calls:
                     transfers.synchronize,
                 )
                 raise
+            # The caller may write pinned inputs as soon as the call has ended.
+            transfers.synchronize()
             generators.commit()
             writes.tell(dict(enumerate(args)) | kwargs)
             self._looks.tell()

@@ -94,6 +94,8 @@ class Division:
         for position in batch.structure.rows:
             atom = batch.atoms[position]
             if type(atom) is Tensor and atom.requires_grad:
+                if atom.device != physical(self.master):
+                    atom = self.transfers.copy(atom, self.master, "scatter")
                 parts[position] = SplitRows.apply(self, atom)  # type: ignore[no-untyped-call]
         return parts
 

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from scatterpar import Rows, ScatterOnceParallel
+from scatterpar.devices.clocks import DeviceClock
 from scatterpar.options.graphs import captures, decision, replay, schedule
 
 pytestmark = [pytest.mark.cuda, pytest.mark.nullcuda]
@@ -582,6 +583,8 @@ def test_ever_changing_value_is_given_up(two_places):
 def waiting(monkeypatch):
     """Devices that capture, and wait for the host."""
     monkeypatch.setattr(schedule, "_captures", lambda _: True)
+    # Kernels of null GPUs take no time.
+    monkeypatch.setattr(DeviceClock, "working", lambda clock: clock.launching)
     monkeypatch.setattr(decision, "_TAIL", 1e9)
     monkeypatch.setattr(decision, "_LONGEST_RATIO", 1e9)
 

@@ -104,7 +104,7 @@ test_large_models_are_sent_in_lanes
 
 a step does not wait for its parameters
 -computing.wait_stream(self._arriving[device])
-test_large_models_are_sent_in_lanes
+test_lanes_wait_for_what_was_computed
 
 a device sends on what has not arrived
 -self._departing[device].wait_stream(self._arriving[device])

@@ -280,7 +280,8 @@ class Tape(OperatorMode):
             self.entries.append(_content(tensor))
             return
         self.entries.append(_view_key(tensor))
-        self._refuse_constant("torch.tensor(…)")
+        if tensor.numel():  # transformers' caches begin as torch.tensor([])
+            self._refuse_constant("torch.tensor(…)")
 
     def _add_tensor(self, tensor: Tensor) -> None:
         """Append where a tensor comes from, and its layout."""

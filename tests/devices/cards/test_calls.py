@@ -114,7 +114,7 @@ def assert_same(net, found, plain, expected):
 
 @pytest.mark.parametrize("calls", [1, 3])
 @pytest.mark.parametrize("name", CHOSEN)
-def test_program_equals_plain_torch(name, calls, device_ids):
+def test_call_on_accelerators_is_exact(name, calls, device_ids):
     if name in SELECTING and calls > 1:
         pytest.skip("no_sync")
     program = CHOSEN[name]
@@ -129,7 +129,7 @@ def test_program_equals_plain_torch(name, calls, device_ids):
 
 @pytest.mark.parametrize("calls", [1, 3])
 @pytest.mark.parametrize("name", OF_THE_PAIR)
-def test_program_of_the_pair_equals_plain_torch(name, calls, device_ids):
+def test_pair_on_accelerators_is_exact(name, calls, device_ids):
     if name in SELECTING and calls > 1:
         pytest.skip("no_sync")
     program = CHOSEN[name]

@@ -917,11 +917,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 self._replicas.of_model.guard.invalidate()
                 raise
 
-    @property
-    def present_replicas(self) -> ReplicaSet:
-        """The replicas as they are in the present step, for what it calls."""
-        return self._replicas.of_model
-
     def extra_repr(self) -> str:
         """The devices, and options that are not the defaults, for ``repr(engine)``."""
         devices = ", ".join(map(str, self.device_ids))

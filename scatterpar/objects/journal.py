@@ -99,8 +99,6 @@ class Journal:
             iterators, generators, sockets, writers, files that are written, objects
             with threads.
         drawn: whether a generator had moved at a ``rewind`` or ``restore``.
-        draws_differ: whether one of Python's or NumPy's had moved to several states,
-            since some calls draw more numbers than others.
         written: what a ``restore`` has found written in place.
     """
 
@@ -115,8 +113,6 @@ class Journal:
         self.walk = walk
         self.unsaved: list[str] = []
         self.drawn = False
-        self.draws_differ = False
-        self._first_draws: dict[int, Any] = {}  # their states after the first draws
         self.written: list[Saved] = []
         self._generators: list[Saved] = []
         self._values: list[Saved] = []
@@ -260,10 +256,6 @@ class Journal:
         # Noted here, because afterwards no state shows that numbers were drawn.
         self.drawn |= bool(moved)
         for saved in moved:
-            if not isinstance(saved.state, Tensor):
-                state = saved.read()
-                first = self._first_draws.setdefault(id(saved), state)
-                self.draws_differ |= first != state
             saved.restore()
 
     @contextlib.contextmanager

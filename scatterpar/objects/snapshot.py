@@ -106,17 +106,6 @@ class Snapshot:
             if (container or saved) and not is_same(container, saved):
                 yield number, container, saved
 
-    def is_equal(self) -> bool:
-        """Whether containers hold the same objects, or plain values that are equal."""
-        if self.unchanged():  # as mostly; in C loops
-            return True
-        if self._facts() != self._known:
-            return False
-        changed = self.changed()
-        return all(
-            _has_equal_entries(container, saved) for _, container, saved in changed
-        )
-
     def restore(self) -> None:
         """Restore the contents of the containers.
 
@@ -208,28 +197,6 @@ def is_same(container: Any, saved: Any) -> bool:
     if not isinstance(saved, dict):
         return True
     return all(map(is_, container.values(), saved.values()))
-
-
-def _is_equal(value: Any, saved: Any) -> bool:
-    """Whether a value is the same, or made of equal plain values."""
-    if value is saved:
-        return True
-    if type(value) is not type(saved):
-        return False
-    if type(value) in PLAIN:
-        return bool(value == saved)
-    return type(value) in _CONTAINERS_OF_VALUES and _has_equal_entries(value, saved)
-
-
-def _has_equal_entries(container: Any, saved: Any) -> bool:
-    """Whether the entries of a container, and their order, are equal to those saved."""
-    if len(container) != len(saved):
-        return False
-    pairs = zip(entries_of(container), entries_of(saved), strict=True)
-    return all(
-        _is_equal(key, saved_key) and _is_equal(value, saved_value)
-        for (key, value), (saved_key, saved_value) in pairs
-    )
 
 
 def entries_of(container: Any) -> Iterable[tuple[Any, Any]]:

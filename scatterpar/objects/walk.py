@@ -109,11 +109,6 @@ class Place(NamedTuple):
     parent: int
 
     @property
-    def is_writable(self) -> bool:
-        """Whether another value can be written here."""
-        return self.kind not in (PlaceKind.KEY, PlaceKind.PART)
-
-    @property
     def _descriptor(self) -> Any:
         """The descriptor by which a slot or a cell is read and written."""
         # Not by name: a subclass may have an attribute of the slot's name.

@@ -9,8 +9,7 @@ first computation of a call is recorded, not its recomputation in a backward pas
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -105,25 +104,6 @@ def record(modules: Iterable[nn.Module]) -> Records:
             # A layer may get its input by keyword.
             module.register_forward_hook(recorder.end, with_kwargs=True)
     return records
-
-
-@contextlib.contextmanager
-def recorded_in(modules: Sequence[nn.Module], records: Records) -> Iterator[None]:
-    """In the body, calls of these modules are recorded in the place of their copies'.
-
-    ``records`` are those of a replica, by number of the module.
-    """
-    handles: list[Any] = []
-    for number in records:
-        recorder = _MomentsRecorder(number, records)
-        module = modules[number]
-        handles.append(module.register_forward_pre_hook(recorder.begin))
-        handles.append(module.register_forward_hook(recorder.end, with_kwargs=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def moments_on(

@@ -120,7 +120,6 @@ class Broadcast:
         self._comparisons = 0
         # In how many comparisons in a row a buffer differed, by its number.
         self._changes: dict[int, int] = {}
-        self._versions: Sequence[int] = ()  # as of the last ``update``
         self.invalidate()
 
     def adopt(
@@ -176,14 +175,6 @@ class Broadcast:
         """Compare all buffers again: forward passes in another mode write others."""
         self._changes.clear()
 
-    def is_current(self) -> bool:
-        """Whether all tensors are in their places, with the versions of the last
-        ``update``.
-        """
-        if not self.are_in_place():
-            return False
-        return versions(self._tensors) == self._versions
-
     def compare(self) -> CopyComparison:
         """Compare tensors that may have changed with their copies.
 
@@ -223,8 +214,6 @@ class Broadcast:
 
     def update(self, transfers: Transfers, comparison: CopyComparison) -> None:
         """Send the master's values of changed tensors, after ``compare``."""
-        # Also without copies: replicas in the master's memory read the tensors.
-        self._versions = comparison.versions
         if not self._copies:
             return
         present = comparison.versions

@@ -39,7 +39,7 @@ from scatterpar.replicas.module_copy import ModuleCopy
 from scatterpar.replicas.parameter_guard import ParameterGuard
 from scatterpar.replicas.refused_modules import check_placement, refuse_created
 from scatterpar.replicas.shared_buffers import MemoryChanges, memory_changes
-from scatterpar.replicas.slots import Slot, slots_of, sum_dtype
+from scatterpar.replicas.slots import Slot, slots_of
 from scatterpar.replicas.sync_batch_norm import (
     Meeting,
     Seat,
@@ -246,7 +246,6 @@ class ReplicaSet:
 
     Attributes:
         compiler: compiles the replicas' calls; ``None`` if no module is compiled.
-        changes: how often the modules changed, except in values of tensors.
         builds: how often more than plain values changed, so that replicas were made.
         flags: a hash of all switches, such as ``training``.
         contents: what the root consists of; ``modules`` and ``tensors`` are the user's,
@@ -256,14 +255,12 @@ class ReplicaSet:
         synchronised: the user's ``nn.SyncBatchNorm`` layers.
         computed: the user's modules with weights that hooks compute, and the hooks.
         sends: how often values were sent by ``send``.
-        has_gradients: whether the user's tensors had gradients when the step began.
         guard: refuses forward passes that write parameters.
     """
 
     def __init__(self, options: ReplicaOptions) -> None:
         self.options = options
         self.compiler: Compiler | None = None
-        self.changes = 0
         self.builds = 0
         self.flags = 0
         self.root: Any = None
@@ -279,7 +276,6 @@ class ReplicaSet:
         self.tensors: list[Tensor] = []
         self.slots: list[Slot] = []
         self.trained: list[Slot] = []
-        self.has_gradients = False
         # Data that calls have written: replicas do not have it.
         self._lacks_data = False
         self.sends = 0
@@ -312,14 +308,6 @@ class ReplicaSet:
         Anything else that has changed waits for the next ``follow``.
         """
         self._update_in_place(asks_places=False)
-
-    def is_current(self) -> bool:
-        """Whether the user's modules are as in the last ``refresh``, as far as versions
-        of tensors tell.
-        """
-        if self._state is None or not self._state.unchanged():
-            return False
-        return self.broadcast.is_current()
 
     def send(self, transfers: Transfers, comparison: CopyComparison) -> None:
         """Send the values of tensors to all replicas.
@@ -413,7 +401,7 @@ class ReplicaSet:
                 self._sends = 0
                 self.broadcast.expect_no_change()
             self.flags = flags
-            self._count_change()
+            self._forget_compiled_calls()
         if list(map(_REQUIRES_GRAD, self.tensors)) != self._required:
             self._find_slots()
             self._set_requires_grad()
@@ -445,28 +433,11 @@ class ReplicaSet:
 
     def _set_requires_grad(self) -> None:
         """Set which tensors of the replicas require grad."""
-        self._count_change()
+        self._forget_compiled_calls()
         for replica in self.replicas:
             replica.set_requires_grad(self.slots)
 
-    def add_trained(self, numbers: Iterable[int]) -> None:
-        """From now on in this step, these tensors are trained, too."""
-        for number in numbers:
-            slot = self.slots[number]
-            dtype = sum_dtype(slot.tensor, self.options.accumulate_dtype)
-            # In the same list: replicas that are refreshed in this step read it.
-            self.slots[number] = slot._replace(sum_dtype=dtype)
-        self.trained = [slot for slot in self.slots if slot.is_trained]
-
-    def numbers_of(self, containers: Iterable[Any]) -> list[int]:
-        """The numbers of those of the user's containers that replicas have copies of,
-        each once.
-        """
-        numbers = {self._container_numbers.get(id(each)): None for each in containers}
-        return [number for number in numbers if number is not None]
-
-    def _count_change(self) -> None:
-        self.changes += 1
+    def _forget_compiled_calls(self) -> None:
         if self.compiler is not None:
             self.compiler.forget()
 
@@ -509,10 +480,6 @@ class ReplicaSet:
 
     def _find_registries(self) -> None:
         """Note where calls may write."""
-        self._container_numbers = {
-            id(container): number
-            for number, container in enumerate(self.contents.containers)
-        }
         self._registries: set[int] = set()
         for module in self.modules:
             self._registries.update(id(vars(module)[name]) for name in _REGISTRIES)
@@ -786,10 +753,6 @@ class Replica(ModuleCopy):
     def is_as_refreshed(self) -> bool:
         """Whether forward passes have rebound nothing since the last refresh."""
         return self.state.unchanged() and all(starmap(Tensor.is_set_to, self._places))
-
-    def has_equal_values(self) -> bool:
-        """Whether forward passes have rebound plain values alone, to equal ones."""
-        return self.state.is_equal() and all(starmap(Tensor.is_set_to, self._places))
 
     def set_requires_grad(self, slots: Sequence[Slot]) -> None:
         """Set which tensors require grad, and the dtypes of their gradients."""

@@ -10,7 +10,6 @@ One pass here; options make other schedules of the same parts::
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -260,8 +259,7 @@ def user_state_guarded(attempt: Attempt) -> Iterator[None]:
     for leaf in trained_leaves(referents):
         leaves[id(leaf)] = leaf
     attempt.user_leaves = list(leaves.values())
-    with set_aside(attempt.user_leaves) as has_gradients:
-        attempt.replicas.of_model.has_gradients = has_gradients
+    with set_aside(attempt.user_leaves):
         yield
         for leaf in attempt.user_leaves:
             if leaf.grad is not None:
@@ -297,10 +295,8 @@ def save_referents(attempt: Attempt, function: Any) -> list[Referent]:
 
 
 @contextlib.contextmanager
-def set_aside(leaves: Sequence[Tensor]) -> Iterator[bool]:
+def set_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
     """In the body, ``leaves`` have no ``.grad`` and no hooks; later both are as before.
-
-    Yields whether there was any ``.grad``.
 
     Replicas add gradients to copies of the user's parameters. A gradient that arrives
     in a leaf of the user comes from an object that replicas share, and so is added in
@@ -312,7 +308,7 @@ def set_aside(leaves: Sequence[Tensor]) -> Iterator[bool]:
         try:
             for leaf in leaves:
                 leaf.grad = None
-            yield not {types.NoneType}.issuperset(map(type, gradients))
+            yield
         finally:
             for leaf, gradient in zip(leaves, gradients, strict=True):
                 leaf.grad = gradient

@@ -26,7 +26,6 @@ class Scope(enum.IntEnum):
     Attributes:
         NOTHING: replicas do not wait for each other.
         CRITERION: the criterion, in any order of the replicas.
-        LOSS: the criterion, in the order of the rows. Forward passes overlap.
         FUNCTION: the user's function, in the order of the rows: the forward pass and
             the criterion, or the function of ``engine.map``. Backward passes overlap.
         SUBSTEP: the whole sub-step, in the order of the rows.
@@ -34,9 +33,8 @@ class Scope(enum.IntEnum):
 
     NOTHING = 0
     CRITERION = 1
-    LOSS = 2
-    FUNCTION = 3
-    SUBSTEP = 4
+    FUNCTION = 2
+    SUBSTEP = 3
 
 
 class TurnOrder:

@@ -66,17 +66,6 @@ class SharedTensors:
         return list(dict.fromkeys(names))
 
 
-def kept_graphs(root: Any) -> list[str]:
-    """The names of attributes of modules that hold a tensor with a graph."""
-    names: list[str] = []
-    if isinstance(root, nn.Module):
-        for path, module in root.named_modules():
-            for name, value in vars(module).items():
-                if isinstance(value, Tensor) and value.grad_fn is not None:
-                    names.append(f"the attribute {f'{path}.{name}'.lstrip('.')!r}")
-    return names
-
-
 def state_of(replicas: Sequence[ModuleCopy], *, has_same_rows: bool = False) -> State:
     """The buffers of replicas, and those attributes that hold state whatever the rows
     are: numbers, tensors, lengths of lists.

@@ -115,20 +115,6 @@ def write_the_same_values(module):
         module.weight.mul_(1)
 
 
-def test_versions_tell_whether_copies_are_current(broadcast, module):
-    """Without reading a value: a write through ``.data`` is found by the comparison."""
-    assert not broadcast.is_current()
-    assert sent(broadcast) == EVERYTHING
-    assert broadcast.is_current()
-    write_data(module)
-    assert broadcast.is_current()
-    write_buffer(module)
-    assert not broadcast.is_current()
-    assert sent(broadcast) == 2 * 8 + 2 * 16
-    assert broadcast.is_current()
-    assert_everywhere(broadcast, module)
-
-
 CHANGES = [
     (write, 2 * 16),
     (write_data, 2 * 16),

@@ -57,23 +57,3 @@ def test_number_is_that_of_the_copies(devices):
             for replica in replica_set.replicas:
                 assert torch.equal(replica.tensors[slot.number], slot.tensor)
                 assert replica.tensors[slot.number].requires_grad == slot.is_trained
-
-
-def test_tensor_trained_within_a_step_has_one_slot():
-    """Of calls in turn one unfreezes it, another one freezes it, a third unfreezes it."""
-    net = linear()
-    net.weight.requires_grad_(False)
-    with ScatterOnceParallel(net, 1, ["cpu", "cpu"]) as engine:
-        engine.forward_backward(randn(4, net.in_features), None, lambda y, _: y.mean())
-        replica_set = engine._replicas.of_model
-        (weight,) = [s for s in replica_set.slots if s.tensor is net.weight]
-        for _ in range(2):
-            replica_set.add_trained([weight.number])
-        trained = [slot.tensor for slot in replica_set.trained]
-        assert [tensor is net.weight for tensor in trained] == [True, False]
-        for replica in replica_set.replicas:
-            copied = replica.tensors[weight.number]
-            copied.requires_grad_()  # by the call, which the refresh does not undo
-            with torch.no_grad():
-                replica.refresh()
-            assert copied.requires_grad

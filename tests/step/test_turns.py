@@ -105,31 +105,6 @@ def test_calls_in_order_of_rows(replicas, accum, rows, layout):
     torch.testing.assert_close(gradient, gradient_of_plain(column(rows)))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rows", [4, 7, 9])
-def test_criteria_in_order_forward_passes_overlap(rows, layout):
-    seen = []
-    barrier = threading.Barrier(2, timeout=30)
-
-    class Scores(Model):
-        def forward(self, rows):
-            if not seen:
-                barrier.wait()  # for the other replica's forward pass
-            return rows * self.weight, rows
-
-    def criterion(output, _):
-        scores, of_batch = output
-        time.sleep(0.001 * (rows % 3))
-        seen.extend(numbers(of_batch))
-        return scores.square().mean()
-
-    engine = engine_in_turns(Scores(), LAYOUTS[layout](2), turn=Scope.LOSS)
-    engine.forward_backward(column(rows), None, criterion)
-    assert seen == list(range(rows))
-    gradient = engine.module.weight.grad
-    torch.testing.assert_close(gradient, gradient_of_plain(column(rows)))
-
-
 CUTS = {
     "shares": {"shares": [3, 1], "accum": 2},
     "unequal limits": {"micro_batch_size": [3, 2]},
@@ -284,7 +259,7 @@ def test_criterion_in_the_turn_of_its_function():
     assert read == [[i, i + 1] for i in range(0, 12, 2)]
 
 
-SCOPES = [Scope.CRITERION, Scope.LOSS, Scope.FUNCTION, Scope.SUBSTEP]
+SCOPES = [Scope.CRITERION, Scope.FUNCTION, Scope.SUBSTEP]
 
 
 @pairwise(

@@ -9,7 +9,7 @@ It is silent until the program sets logging up. A plain step logs nothing.
 
     info    copies between two devices checked, a graph captured, or why none is,
             ranks that have met
-    debug   each look with its verdict, each try of ``accum="auto"``
+    debug   each check before a step, each try of ``accum="auto"``
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def test_only_looks_are_logged(texts):
     with ScatterOnceParallel(build(lambda: nn.Linear(4, 2)), 2, ["cpu"]) as engine:
         for _ in range(9):
             engine.forward_backward(ROWS, None, square)
-    looks = [f"look {n} at the criterion square, 8 rows: right" for n in range(1, 5)]
+    looks = [f"check {n} of the criterion square, 8 rows: right" for n in range(1, 5)]
     assert texts() == looks  # in steps 1, 2, 4 and 8
 
 
@@ -44,7 +44,7 @@ def test_refusal_is_logged(texts):
     with engine, pytest.raises(ValueError, match="of_sums"):
         engine.forward_backward(ROWS, None, of_sums)
     assert texts() == [
-        "look 1 at the criterion "
+        "check 1 of the criterion "
         "test_refusal_is_logged.<locals>.of_sums, 8 rows: refused"
     ]
 

@@ -78,7 +78,7 @@ class LookRequest:
 
     def title(self, looks: int) -> str:
         """The look after so many ``looks``, as the log names it."""
-        return f"look {looks + 1} at {self.loss}, {self.request.rows} rows"
+        return f"check {looks + 1} of {self.loss}, {self.request.rows} rows"
 
     def is_open_between(self, candidates: Sequence[LossCandidate]) -> bool:
         """Whether it matters in this step which of these candidates holds."""

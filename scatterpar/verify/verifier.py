@@ -213,7 +213,8 @@ class Verifier:
         kind.scope = scope
         if before < Scope.FUNCTION:  # else the loop has said so
             self.warn(look_words.turns_are_taken(look_request))
-        logger.info("%s: a turn is %s", look_request.title(kind.looks), scope.name)
+        title = look_request.title(kind.looks)
+        logger.info("%s: one replica at a time runs: %s", title, scope.name)
 
 
 def _drop_gradients(attempt: Attempt) -> None:

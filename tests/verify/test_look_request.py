@@ -99,4 +99,4 @@ def test_alike_candidates_are_not_open():
 
 
 def test_title_counts_from_one():
-    assert asked().title(0) == "look 1 at the criterion MSELoss, 160 rows"
+    assert asked().title(0) == "check 1 of the criterion MSELoss, 160 rows"

@@ -1451,15 +1451,6 @@ SABOTAGES = [
         seen_by="test_which_calls_are_divided",
     ),
     Sabotage(
-        name="a hook on a tensor reads what the next call in turn has written",
-        promise="as in plain torch",
-        file="verify/backward_calls.py",
-        place="BackwardCalls._note_frame",
-        text="if is_of_user and file in _CALLERS:",
-        replacement="if False:",
-        seen_by="test_modules_that_backward_calls",
-    ),
-    Sabotage(
         name="workers do not see the caller's hooks on saved tensors",
         promise="as in plain torch",
         file="threads/caller_context.py",

@@ -504,8 +504,6 @@ def test_functions_of_tables_are_defined():
 
 # What says that a tensor or a container has changed since an earlier time.
 CHANGES = {"version", "versions", "Fingerprints", "Snapshot", "WrittenTensors"}
-# Where loops of libraries ask.
-OF_LOOPS = ("integrations/", "verify/backward_calls")
 
 
 def test_page_names_who_asks_what_has_changed():
@@ -521,7 +519,7 @@ def test_page_names_who_asks_what_has_changed():
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
         }
-        if asked & CHANGES and not file.startswith(OF_LOOPS):
+        if asked & CHANGES:
             defined = {getattr(node, "name", "") for node in tree_of(path).body}
             assert defined & named, f"{file} asks by {asked & CHANGES}"
 

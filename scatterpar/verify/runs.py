@@ -20,7 +20,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.batch.batch import Batch
@@ -82,7 +82,7 @@ class Runs:
         draws_constants: random operators give constant numbers.
         rounding: the formats that runs have rounded to.
         leaves: those whose gradients are compared.
-        backward_calls: the modules that the replica's backward passes have called.
+        backward_calls: whether the replica's backward passes have called modules.
         taken_for_rows: the shape of an output without rows that the step would join.
         pairs_of_rows: the shape of an output with an entry for each pair of rows, which
             parts have for their own rows alone.
@@ -133,10 +133,7 @@ class Runs:
             # No graph shows that a teacher rounds.
             self.rounding.add(torch.float16)
         self.leaves = ComparedLeaves(attempt, task)
-        modules_of_user: list[nn.Module] = []
-        for replica_set in replica_sets:
-            modules_of_user += replica_set.contents.modules.values()
-        self.backward_calls = BackwardCalls(modules_of_user, task.replicas)
+        self.backward_calls = BackwardCalls()
         self._shapes_at_once: list[torch.Size] = []
         self.taken_for_rows: torch.Size | None = None
         self.pairs_of_rows: torch.Size | None = None

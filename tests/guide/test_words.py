@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Iterator
 
 import errors
 import pytest
 from harness.pages import ROOT, read
 
+import scatterpar
+
 # What had to be read twice, and what to write.
 WORDS = {
-    r"\btold\b": "warns, warns once",
+    r"\btold\b|\b(is|are) warned\b": "warns, warns once",
     r"\b(is|are) refused\b": "raises ValueError",
     r"\b(a|the|each|with) look\b|\blooks? off\b|\blooks at (steps|calls)\b": (
         "the check before a step"
@@ -28,23 +32,81 @@ PAGES += sorted(f"docs/{page.name}" for page in ROOT.glob("docs/*.md"))
 PAGES.remove("docs/architecture.md")
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_page_has_the_words_of_the_field(page):
-    text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", read(page), flags=re.DOTALL)
-    found = [
+def prose(page: str) -> str:
+    """A page without snippets, code and the targets of links."""
+    return re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", read(page), flags=re.DOTALL)
+
+
+def odd_words(text: str) -> list[str]:
+    """What a text has of ``WORDS``, with the words that it should have."""
+    return [
         f"{match[0]!r}: {instead}"
         for pattern, instead in WORDS.items()
         for match in re.finditer(pattern, text)
     ]
-    assert not found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_has_the_words_of_the_field(page):
+    assert not odd_words(prose(page))
 
 
 def test_errors_have_the_words_of_the_field():
     names = errors.ERRORS | {"warn", "add_note"}
     found = [
-        f"{place} {match[0]!r}: {instead}"
+        f"{place} {odd}"
         for place, text in errors.messages(names)
-        for pattern, instead in WORDS.items()
-        for match in re.finditer(pattern, text)
+        for odd in odd_words(text)
     ]
     assert not found, "\n".join(found)
+
+
+def public_docstrings() -> Iterator[tuple[str, str]]:
+    """The docstrings of public names and of their public members."""
+    for name in scatterpar.__all__:
+        public = getattr(scatterpar, name)
+        yield name, inspect.getdoc(public) or ""
+        members = vars(public).items() if inspect.isclass(public) else ()
+        for member, value in members:
+            if not member.startswith("_"):
+                yield f"{name}.{member}", inspect.getdoc(value) or ""
+
+
+def test_public_docstrings_have_the_words_of_the_field():
+    found = [
+        f"{name} {odd}" for name, text in public_docstrings() for odd in odd_words(text)
+    ]
+    assert not found, "\n".join(found)
+
+
+# --- words of our own ---
+
+
+def defined(page: str, title: str) -> set[str]:
+    """The words that the table of a section defines in its first column."""
+    (section,) = re.findall(
+        rf"^## {title}\n(.*?)^## ", read(page), re.DOTALL | re.MULTILINE
+    )
+    _, _, *cells = re.findall(r"^\|(.*?)\|", section, re.MULTILINE)
+    return {word.strip() for cell in cells for word in cell.split(",")}
+
+
+GLOSSARY = defined("docs/start.md", "Words")
+# The words of the code that have in the guide the meaning that everybody knows.
+COMMON = {"call", "contents", "device", "kind", "leaf", "moved", "part", "plan", "rank"}
+COMMON |= {"request", "root", "schedule", "task"}
+OF_THE_CODE = defined("docs/architecture.md", "Words of the code") - GLOSSARY - COMMON
+OF_THE_CODE |= {"tape", "twin", "journal", "nudge"}
+ON_THE_CODE = {"docs/how-it-works.md"}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ON_THE_CODE])
+def test_words_of_the_code_stay_in_the_code(page):
+    words = "|".join(sorted(OF_THE_CODE))
+    assert not re.findall(rf"\b(?:an?|the|each|one|its) (?:{words})s?\b", prose(page))
+
+
+@pytest.mark.parametrize("word", sorted(GLOSSARY))
+def test_word_of_the_glossary_is_used(word):
+    pages = [page for page in PAGES if page != "docs/start.md"]
+    assert any(re.search(rf"\b{word}", prose(page)) for page in pages)

@@ -134,6 +134,7 @@ def test_figures_are_those_of_benchmarks(monkeypatch):
 
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+PAGES += [*ROOT.glob("benchmarks/**/*.md"), *ROOT.glob("tests/**/*.md")]
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,9 @@ ON_THE_CODE = {"docs/how-it-works.md"}
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in ON_THE_CODE])
 def test_words_of_the_code_stay_in_the_code(page):
     words = "|".join(sorted(OF_THE_CODE))
-    assert not re.findall(rf"(?i)\b(?:an?|the|each|one|its) (?:{words})s?\b", prose(page))
+    assert not re.findall(
+        rf"(?i)\b(?:an?|the|each|one|its) (?:{words})s?\b", prose(page)
+    )
 
 
 @pytest.mark.parametrize("word", sorted(GLOSSARY))

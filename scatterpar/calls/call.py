@@ -379,11 +379,11 @@ class Calls:
         has_statistics = any(map(_has_statistics_of_rows, module.modules()))
         if has_statistics and self._told.mark("batch normalisation"):
             warn(
-                "the module has batch normalisation, or another with running "
-                "statistics: it sees the rows of each replica by themselves, as in "
-                "nn.DataParallel, and keeps the running statistics of the first one; "
-                "forward_backward with nn.SyncBatchNorm, or "
-                'buffers="batch", has those of all rows'
+                "the module has batch normalisation, or another layer with running "
+                "statistics: it sees the rows of one replica, as in nn.DataParallel, "
+                "and keeps the running statistics of the first replica; for the "
+                "statistics of all rows call forward_backward, with nn.SyncBatchNorm "
+                'or buffers="batch"'
             )
 
     # --- the output ---

@@ -385,9 +385,9 @@ class CallGradients:
         if self._told.mark("step"):
             warn(
                 "an optimizer steps while gradients wait at the replicas, because the "
-                "last backward pass was inside of no_sync(): they were added before "
-                "this step, but what has read .grad by then, such as a norm, has not "
-                "seen them; make the last backward pass before a step outside of "
+                "last backward pass was inside of no_sync(): they are added now, and "
+                "code that has read .grad before, such as clipping, has not seen "
+                "them; make the last backward pass before a step outside of "
                 "no_sync()"
             )
 

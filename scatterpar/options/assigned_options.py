@@ -25,7 +25,8 @@ def option(name: str) -> Any:
     def assign(engine: Any, value: Any) -> None:
         engine._assign(name, value)
 
-    return property(attrgetter(f"_options.{name}"), assign)
+    doc = f"The constructor's ``{name}=``. A new value holds from the next step on."
+    return property(attrgetter(f"_options.{name}"), assign, doc=doc)
 
 
 def fixed(argument: str, get: Callable[[Any], Any] | None = None) -> Any:
@@ -40,4 +41,7 @@ def fixed(argument: str, get: Callable[[Any], Any] | None = None) -> Any:
             f"with another value; make another engine, with {argument}="
         )
 
-    return property(get or attrgetter(f"_options.{argument}"), refuse)
+    doc = f"The constructor's ``{argument}=``, which cannot be set later."
+    if get:
+        return property(get, refuse, doc="A method of ``nn.Module``.")
+    return property(attrgetter(f"_options.{argument}"), refuse, doc=doc)

@@ -78,3 +78,12 @@ def test_constructor_has_no_docstring_of_torch(public_class):
     docstring = inspect.getdoc(public_class.__init__)
     assert docstring
     assert docstring != inspect.getdoc(nn.Module.__init__)
+
+
+@pytest.mark.parametrize("public_class", CLASSES, ids=lambda public: public.__name__)
+def test_properties_have_docstrings_of_their_own(public_class):
+    """``property`` takes the getter's: that of the class of an ``attrgetter``."""
+    for name, value in vars(public_class).items():
+        if isinstance(value, property) and not name.startswith("_"):
+            assert value.__doc__, name
+            assert value.__doc__ != type(value.fget).__doc__, name

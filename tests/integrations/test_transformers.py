@@ -263,7 +263,8 @@ def test_own_modules_equal_the_stock_loop(name, layout, tmp_path, recwarn):
         trainer = trainer_of(
             tmp_path, devices, 2, program.net, cls=OfProgram, extra=extra, **options
         )
-        program.prepare(trainer, trainer.model)
+        with seeded():  # some prepare modules of random weights
+            program.prepare(trainer, trainer.model)
         quietly(trainer.train)
         trainers.append(trainer)
     if told_of(recwarn):

@@ -607,13 +607,13 @@ SABOTAGES = [
         seen_by="test_splitcheck_leaves_compiled_functions_compiled",
     ),
     Sabotage(
-        name="a module that is compiled in part is captured without its compiler",
+        name="a module that is compiled in part runs without its compiler in a first step",
         promise="as in plain torch",
         file="replicas/replicas.py",
         place="Replicas.has_compiled",
         text="each.compiler is not None for each in self.replica_sets",
         replacement="False for each in self.replica_sets",
-        seen_by="test_compiled_modules_told_once_if_asked",
+        seen_by="test_compiled_modules_stay_compiled",
     ),
     Sabotage(
         name="a transform of torch.func goes on to torch's own error",

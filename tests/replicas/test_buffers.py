@@ -83,8 +83,9 @@ def test_master_buffers_alias_no_inputs(devices):
     assert torch.equal(model.last, kept)
 
 
+@pytest.mark.parametrize("way", ["call", "map"])
 @pytest.mark.parametrize("training", ["nothing", "one layer", "everything"])
-def test_inference_moves_statistics(devices, training):
+def test_inference_moves_statistics(devices, training, way):
     """Under no_grad a training-mode forward is allowed (to re-estimate statistics): it
     counts.
     """
@@ -95,7 +96,10 @@ def test_inference_moves_statistics(devices, training):
         ScatterOnceParallel(model, 1, devices(3)) as engine,
         torch.set_grad_enabled(training != "everything"),
     ):
-        engine(BATCH[0])
+        if way == "call":
+            engine(BATCH[0])
+        else:
+            engine.map(lambda replica, inputs: replica(inputs), BATCH[0])
     assert_buffers(model, expected)
 
 

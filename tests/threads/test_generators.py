@@ -84,6 +84,10 @@ def dropout_model():
     )
 
 
+def forward_of(replica, inputs):
+    return replica(inputs)
+
+
 def equal(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
@@ -215,12 +219,14 @@ def test_one_replica_has_bits_of_plain_loop(devices, accum):
 
 
 @pytest.mark.contract
-def test_seed_decides_inference_draws(devices):
+@pytest.mark.parametrize("way", ["call", "map"])
+def test_seed_decides_inference_draws(devices, way):
     found = []
     with ScatterOnceParallel(dropout_model(), 2, devices(3)) as engine, torch.no_grad():
+        compute = engine if way == "call" else partial(engine.map, forward_of)
         for _ in range(2):
             torch.manual_seed(1)
-            found.append([engine(INPUTS), engine(INPUTS)])
+            found.append([compute(INPUTS), compute(INPUTS)])
     assert equal(*found)
     assert not torch.equal(*found[0])
 

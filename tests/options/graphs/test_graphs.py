@@ -694,53 +694,55 @@ def test_statistics_told_once_if_asked(two_places, rows):
         assert engine.last_step.graphs == f"eager: {words}"
 
 
-def compile_root(model):
-    model.compile(backend="eager")
+class Counting:
+    """A backend of ``torch.compile`` that counts the calls of what it has compiled."""
 
+    def __init__(self):
+        torch.compiler.reset()  # a function is compiled a few times at most
+        self.calls = 0
 
-def compile_block(model):
-    model[0].compile(backend="eager")
-
-
-def compile_part(model):
-    model[0] = torch.compile(model[0], backend="eager")
-
-
-@pytest.mark.parametrize("compile_it", [compile_root, compile_block, compile_part])
-def test_compiled_modules_told_once_if_asked(two_places, rows, compile_it):
-    """Only ``torch.compile`` of the whole was seen. A captured sub-step would have run
-    the others without the compiler, and in its time those of other replicas, too.
-    """
-    model = build(mlp).to(home())
-    compile_it(model)
-    with graphed(model, 4, two_places) as engine:
-        with pytest.warns(match="graphs=True.*either compiled or captured"):
-            engine.forward_backward(*rows, LOSS)
-        with warnings.catch_warnings(action="error"):
-            engine.forward_backward(*rows, LOSS)
-        assert "either compiled or captured" in engine.last_step.graphs
-
-
-def compiled_counting(function):
-    """``function`` compiled, and its calls that ran compiled."""
-    calls = []
-
-    def backend(graph_module, _):
+    def __call__(self, graph_module, _):
         def run(*arguments):
-            calls.append(1)
+            self.calls += 1
             return graph_module.forward(*arguments)
 
         return run
 
-    torch.compiler.reset()  # a function is compiled a few times at most
-    return torch.compile(function, backend=backend), calls
+
+def compile_root(model, backend):
+    model.compile(backend=backend)
+
+
+def compile_block(model, backend):
+    model[0].compile(backend=backend)
+
+
+def compile_part(model, backend):
+    model[0] = torch.compile(model[0], backend=backend)
+
+
+@pytest.mark.parametrize("compile_it", [compile_root, compile_block, compile_part])
+def test_compiled_modules_stay_compiled(two_places, rows, compile_it):
+    """In each sub-step, those of the first step, too; this is told once."""
+    model = build(mlp).to(home())
+    backend = Counting()
+    compile_it(model, backend)
+    with graphed(model, 4, two_places) as engine:
+        with pytest.warns(match="graphs=True.*either compiled or captured"):
+            engine.forward_backward(*rows, LOSS)
+        assert backend.calls == 8
+        with warnings.catch_warnings(action="error"):
+            engine.forward_backward(*rows, LOSS)
+        assert backend.calls == 16
+        assert "either compiled or captured" in engine.last_step.graphs
 
 
 @pytest.mark.parametrize("where", ["criterion", "forward"])
 @pytest.mark.parametrize("graphs", [True, None])
 def test_compiled_functions_stay_compiled(waiting, two_places, rows, where, graphs):
     """In a captured sub-step they ran uncompiled, and nobody was told."""
-    function, calls = compiled_counting(lambda x: x.tanh() * 2)
+    backend = Counting()
+    function = torch.compile(lambda x: x.tanh() * 2, backend=backend)
     if where == "forward":
         model, criterion = of_body(lambda model, x: function(model.body(x))), LOSS
     else:
@@ -753,12 +755,12 @@ def test_compiled_functions_stay_compiled(waiting, two_places, rows, where, grap
         warnings.simplefilter("always")
         with graphed(model, 4, two_places, graphs=graphs) as engine:
             for _ in range(8):
-                calls.clear()
+                backend.calls = 0
                 assert_step(engine, *rows, criterion)
             report = engine.last_step.graphs
     assert report.startswith("eager: Of calls a function that torch.compile has")
     # The oracle has one more call.
-    assert len(calls) == 8 + 1
+    assert backend.calls == 8 + 1
     texts = [str(warning.message) for warning in told]
     is_told = ["graphs=True" in text for text in texts]
     assert is_told.count(True) == (graphs is True)

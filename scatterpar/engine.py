@@ -653,13 +653,14 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         """Call the module with the rows divided over the replicas, as
         ``nn.DataParallel`` does.
 
-        With a graph if grad mode is on and a parameter or an input requires grad: each
-        replica runs its rows in one pass, and ``backward()`` adds the gradients of all
-        replicas to the parameters, outside of ``no_sync()``. In training mode without a
-        graph rows and random numbers are the same. In evaluation mode without a graph,
-        or with ``buffers="batch"`` or a ``process_group``, rows run in micro-batches,
-        and with ``accum="auto"`` a call that runs out of memory starts again with more
-        sub-steps.
+        If grad mode is on, and a parameter or an input requires grad, the output has a
+        graph: each replica runs its rows in one pass, and ``backward()`` adds the
+        gradients of all replicas to the parameters, unless it runs inside of
+        ``no_sync()``. In training mode under ``torch.no_grad()`` rows are divided and
+        random numbers drawn in the same way. Without a graph in evaluation mode, with
+        ``buffers="batch"`` or with a ``process_group``, rows run in micro-batches. With
+        ``accum="auto"`` such a call starts again with more sub-steps if it runs out of
+        memory.
 
         Args:
             inputs: positional arguments of the module, with rows along ``dim``. A
@@ -716,9 +717,10 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
     def no_sync(self) -> Iterator[None]:
         """In the body, backward passes of calls leave gradients at their replicas.
 
-        For accumulation: all passes except the last one before an optimizer's step. The
-        first pass outside adds all that waits. A ``zero_grad`` drops it. Other changes
-        of ``.grad`` by then, such as clipping, are a ``RuntimeError``.
+        Use it to accumulate: for all backward passes except the last one before an
+        optimizer's step. The first pass outside adds all gradients that wait.
+        ``zero_grad`` drops them. Any other change of ``.grad`` before that pass, such
+        as clipping, raises ``RuntimeError``.
 
         Example:
             >>> model = nn.Linear(4, 2)

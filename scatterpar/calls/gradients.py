@@ -25,7 +25,7 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -136,6 +136,8 @@ class CallGradients:
         self._slots: Sequence[Slot] = ()
         self._alone: frozenset[int] = frozenset()
         self._copies: list[weakref.ref[Tensor]] = []
+        _listen_before_steps()
+        _all_gradients.add(self)
 
     # --- the graph ---
 
@@ -449,8 +451,6 @@ class CallGradients:
 
     def _mark(self) -> None:
         """Remember the user's gradients, to see later whether they were dropped."""
-        _listen_before_steps()
-        _all_gradients.add(self)
         for key in set().union(*self._waiting):
             tensor = self._tensors[key]
             if not tensor.is_leaf:
@@ -629,6 +629,33 @@ def _listen_before_steps() -> RemovableHandle:
     return register_optimizer_step_pre_hook(_add_before_step)
 
 
-def _add_before_step(optimizer: Optimizer, *_: Any) -> None:
+def _add_before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Add the gradients that wait for an optimizer's parameters.
+
+    A closure may make the last backward pass before the step, as in Lightning's loop.
+    Returns the arguments of a step whose closure is followed by the sum.
+    """
+    if "closure" in kwargs:
+        closure = kwargs["closure"]
+    else:
+        closure = args[1] if len(args) > 1 else None  # the first is the optimizer
+    if closure is None:
+        _add_waiting_of(optimizer)
+        return None
+    run = partial(_add_after_closure, optimizer, closure)
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": run}
+    return (args[0], run, *args[2:]), kwargs
+
+
+def _add_after_closure(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+    loss = closure()
+    _add_waiting_of(optimizer)
+    return loss
+
+
+def _add_waiting_of(optimizer: Optimizer) -> None:
     for gradients in list(_all_gradients):
         gradients.add_before(optimizer)

@@ -175,6 +175,77 @@ def test_optimizer_adds_what_waits_and_warns_once(pair):
         torch.testing.assert_close(mine, theirs)
 
 
+def closure_of(optimizer, call, sync):
+    def closure():
+        with sync():
+            loss = loss_of(call)
+            loss.backward()
+        return loss
+
+    return closure
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_closure_of_a_step_makes_the_last_pass(pair, by_name, recwarn):
+    """As in Lightning's loop: gradients come once, in the pass inside of the step."""
+    engine, net, plain = pair
+    for call, module, sync in (
+        (engine, net, engine.no_sync),
+        (plain, plain, contextlib.nullcontext),
+    ):
+        optimizer = torch.optim.Adam(module.parameters(), 0.1)
+        for _ in range(2):
+            with sync():
+                loss_of(call).backward()
+            closure = closure_of(optimizer, call, contextlib.nullcontext)
+            if by_name:
+                optimizer.step(closure=closure)
+            else:
+                optimizer.step(closure)
+            optimizer.zero_grad()
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    size = sum(parameter.nbytes for parameter in net.parameters())
+    num_others = len(set(engine.device_ids)) - 1
+    assert engine.last_step.bytes["reduce"] == num_others * size
+    assert not [w for w in recwarn if "gradients wait" in str(w.message)]
+
+
+def test_closure_that_calls_often_equals_one_device(pair, recwarn):
+    engine, net, plain = pair
+    for call, module in ((engine, net), (plain, plain)):
+        optimizer = torch.optim.LBFGS(module.parameters(), max_iter=3)
+
+        def closure(call=call, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = loss_of(call)
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert not [w for w in recwarn if "gradients wait" in str(w.message)]
+
+
+def test_what_waits_after_a_closure_is_added(pair):
+    engine, net, plain = pair
+    for call, module, sync in (
+        (engine, net, engine.no_sync),
+        (plain, plain, contextlib.nullcontext),
+    ):
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        closure = closure_of(optimizer, call, sync)
+        if call is plain:
+            optimizer.step(closure)
+            continue
+        with pytest.warns(UserWarning, match="gradients wait"):
+            optimizer.step(closure)
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 def test_unused_parameter_has_no_gradient(pair):
     engine, net, _ = pair
     net.append(build(lambda: nn.Linear(3, 3)))

@@ -576,15 +576,20 @@ def test_loggers_get_each_value_once():
         assert metrics == pytest.approx(expected, rel=1e-6)
 
 
-def test_parameters_are_sent_once_per_step():
-    """Three batches of a step send no parameters but in the first."""
-    sent = []
+def test_parameters_and_gradients_cross_once_per_step(recwarn):
+    """Three batches of a step send no parameters but in the first, and add no gradients
+    but in the last, in the closure of the optimizer's step.
+    """
+    sent, received = [], []
 
     class Counts(Plain):
         def on_train_batch_end(self, outputs, batch, batch_idx):
-            engine = self.trainer.strategy._divided.engine
-            sent.append(engine.last_step.bytes["replicate"])
+            num_bytes = self.trainer.strategy._divided.engine.last_step.bytes
+            sent.append(num_bytes["replicate"])
+            received.append(num_bytes["reduce"])
 
     fitted(["cpu:0", "cpu:1"], Counts, accumulate_grad_batches=3, max_epochs=2)
     size = sum(p.numel() * 8 for p in made(Counts).parameters())
     assert sent == [size, 0, 0, size, size, 0, 0, size]
+    assert received == [0, 0, size, size, 0, 0, size, size]
+    assert not [w for w in recwarn if "gradients wait" in str(w.message)]

@@ -92,10 +92,13 @@ class DividedModules:
             self._engine = None
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """In the body, backward passes leave gradients on the replicas."""
-        if self._engine is None:
+        """In the body, backward passes leave gradients on the replicas.
+
+        That may be before the first call, as accelerate enters it around a batch.
+        """
+        if len(self._device_ids) == 1 or not self.models():
             return contextlib.nullcontext()
-        return self._engine.no_sync()
+        return self.engine.no_sync()
 
     @contextlib.contextmanager
     def step(self, batch: Any = None) -> Iterator[None]:

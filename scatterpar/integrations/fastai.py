@@ -7,11 +7,13 @@ its loss function, metrics and callbacks run once per batch, as on one device.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from fastai.callback.core import Callback
+from fastai.torch_core import find_bs
 
 from scatterpar.devices.device_ids import DeviceLike
 from scatterpar.integrations.divided_modules import DividedModules
@@ -66,8 +68,10 @@ class ScatterOnce(Callback):  # type: ignore[misc]
 
     def _do_one_batch(self, learn: Any) -> None:
         """Process a batch as the Learner does, with the model's calls divided."""
-        assert self._divided is not None
-        with self._divided.step(tuple(learn.xb)):
+        divided = self._divided
+        assert divided is not None
+        sync = divided.no_sync() if _accumulates(learn) else contextlib.nullcontext()
+        with sync, divided.step(tuple(learn.xb)):
             type(learn)._do_one_batch(learn)
 
     def after_fit(self) -> None:
@@ -80,3 +84,16 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         if self._divided is not None:
             self._divided.close()
             self._divided = None
+
+
+def _accumulates(learn: Any) -> bool:
+    """Whether no optimizer step follows the present batch, because of fastai's
+    ``GradientAccumulation``.
+
+    Not in an epoch's last batch: it may be the last of all, and leaves gradients.
+    """
+    accumulation = getattr(learn, "gradient_accumulation", None)
+    if accumulation is None or not learn.training or learn.iter + 1 == learn.n_iter:
+        return False
+    num_rows = accumulation.count + find_bs(learn.yb)
+    return bool(num_rows < accumulation.n_acc)

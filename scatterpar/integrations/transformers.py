@@ -171,9 +171,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         return divided
 
     def _no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        if self._divided is None:
-            return contextlib.nullcontext()
-        return self._divided.no_sync()
+        return self._divided_model(model).no_sync()
 
     def _close(self) -> None:
         if self._divided is not None:

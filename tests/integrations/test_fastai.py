@@ -145,6 +145,10 @@ RUNS = {
     "contrastive": ((), {"loss": contrastive}),
     "accumulation": ((partial(GradientAccumulation, 24),), {}),
     "clipping": ((partial(GradientClip, 0.1),), {}),
+    "accumulation, clipped": (
+        (partial(GradientAccumulation, 36), partial(GradientClip, 0.1)),
+        {},
+    ),
     "predictions replaced": ((Doubles,), {}),
     "the best is loaded": ((SaveModelCallback,), {}),
 }
@@ -163,6 +167,26 @@ def test_run_equals_one_device(name, devices, tmp_path, divided_calls, recwarn):
     assert set(divided_calls) == {ours.model}
     assert_same(ours, stock)
     assert not [one for one in recwarn if "scatterpar" in str(one.filename)]
+
+
+def test_parameters_and_gradients_cross_once_per_step(tmp_path):
+    """With ``GradientAccumulation``: also in the last batch of an epoch."""
+    sent, received = [], []
+
+    class Counts(Callback):
+        run_valid = False
+
+        def after_batch(self):
+            num_bytes = learn.scatter_once._divided.engine.last_step.bytes
+            sent.append(num_bytes["replicate"])
+            received.append(num_bytes["reduce"])
+
+    accumulation = partial(GradientAccumulation, 30)
+    learn = learner(tmp_path, ["cpu:0", "cpu:1"], accumulation, Counts)
+    size = sum(p.nbytes for p in learn.model.parameters())
+    fitted(learn)
+    assert sent == [size, 0, 0, size, 0, 0, 0, size]
+    assert received == [0, 0, size, size, 0, 0, size, size]
 
 
 @pytest.mark.parametrize("name", HOW)

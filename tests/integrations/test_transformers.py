@@ -367,12 +367,14 @@ def test_generation_on_the_master_is_told_once(tmp_path, recwarn):
     assert len(told) == 1
 
 
-def test_parameters_are_sent_once_per_step(tmp_path):
-    sent = []
+def test_parameters_and_gradients_cross_once_per_step(tmp_path):
+    sent, received = [], []
 
     class Counts(transformers.TrainerCallback):
         def on_substep_end(self, *args, **kwargs):
-            sent.append(trainer._divided.engine.last_step.bytes["replicate"])
+            num_bytes = trainer._divided.engine.last_step.bytes
+            sent.append(num_bytes["replicate"])
+            received.append(num_bytes["reduce"])
 
         on_step_end = on_substep_end
 
@@ -384,6 +386,7 @@ def test_parameters_are_sent_once_per_step(tmp_path):
     first, *others = sent
     assert first > 0
     assert [number > 0 for number in others] == [False, False, True, False, False]
+    assert received == [0, 0, first, 0, 0, first]
 
 
 @pytest.mark.parametrize("ours_first", [True, False])

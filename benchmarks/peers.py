@@ -6,9 +6,11 @@ Each computes the gradient of one optimizer step of a case::
     loop            for each micro-batch: (criterion(module(x), y) / pieces).backward()
     data_parallel   the loop, with nn.DataParallel(module)
     per_call        the loop, with the schedule of nn.DataParallel on CPU replicas
+    call            the loop, with calls of the engine, inside of no_sync() but the last
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -79,16 +81,32 @@ def per_call(case: Case, device_ids: Sequence[str]) -> Peer:
     return Peer(module, _accumulation(parallel, case, case.accum))
 
 
+def call(case: Case, device_ids: Sequence[str]) -> Peer:
+    """``ScatterOnceParallel`` in the place of ``nn.DataParallel``, called once per
+    sub-step.
+    """
+    module = case.module()
+    parallel = ScatterOnceParallel(module, device_ids=device_ids)
+    run = _accumulation(parallel, case, case.accum, parallel.no_sync)
+    return Peer(module, run)
+
+
 def _accumulation(
-    module: Callable[..., Any], case: Case, pieces: int
+    module: Callable[..., Any],
+    case: Case,
+    pieces: int,
+    no_sync: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Callable[[], None]:
-    """A function that accumulates the gradient of the case's batch in ``pieces``."""
+    """A function that accumulates the gradient of the case's batch in ``pieces``, all
+    but the last inside of ``no_sync``.
+    """
     images, labels = case.data()
     micro_batches = list(zip(images.chunk(pieces), labels.chunk(pieces), strict=True))
 
     def run() -> None:
-        for micro_images, micro_labels in micro_batches:
-            loss = criterion(module(micro_images), micro_labels)
-            (loss / len(micro_batches)).backward()
+        for number, (micro_images, micro_labels) in enumerate(micro_batches, 1):
+            with nullcontext() if number == len(micro_batches) else no_sync():
+                loss = criterion(module(micro_images), micro_labels)
+                (loss / len(micro_batches)).backward()
 
     return run

@@ -27,6 +27,10 @@ def per_call(case):
     return peers.per_call(case, REPLICAS)
 
 
+def call(case):
+    return peers.call(case, REPLICAS)
+
+
 def plain_loop(case):
     return peers.loop(case, case.accum * len(REPLICAS))
 
@@ -34,6 +38,7 @@ def plain_loop(case):
 CONTENDERS = {
     "engine": engine,
     "nn.DataParallel's per-call schedule x 16": per_call,
+    "the engine's call x 16": call,
     "plain loop, equal micro-batches": plain_loop,
 }
 

@@ -7,6 +7,7 @@
     accelerate                a process per replica, accelerator.accumulate(model)
     plain loop                for each micro-batch: (loss / sub_steps).backward()
     nn.DataParallel           the plain loop with it, or with its schedule on CPU replicas
+    the engine's call         the plain loop with it, in the place of nn.DataParallel
 
 Their gradients are compared before.
 """
@@ -50,6 +51,9 @@ def test_two_replicas(benchmark, publish, quick, rounds, name):
         contenders[f"nn.DataParallel x {accum}"] = peers.data_parallel(case)
         per_call = peers.per_call(case, ["cpu"] * REPLICAS)
         contenders[f"per-call schedule x {accum}"] = per_call
+        contenders[f"the engine's call x {accum}"] = peers.call(
+            case, ["cpu"] * REPLICAS
+        )
         count = rounds(ROUNDS[name])
         table, seconds, errors = measured(benchmark, contenders, "engine", count)
     data = {"seconds": seconds, "errors": errors}

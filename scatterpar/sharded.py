@@ -299,7 +299,7 @@ class ShardedOptimizer(Optimizer):
         with self.engine.replicas_for_update() as replica_set:
             num_starts = Counter(map(Tensor.data_ptr, replica_set.tensors))
             numbers: dict[Tensor, int] = {}
-            for slot in replica_set.slots:
+            for slot in replica_set.slots.all:
                 # A forward pass may write its replica's own buffers.
                 if not slot.is_parameter:
                     continue

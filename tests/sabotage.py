@@ -1035,8 +1035,8 @@ SABOTAGES = [
         promise="never stale",
         file="replicas/replicas.py",
         place="ReplicaSet._update_in_place",
-        text="!= self._required:",
-        replacement="!= self._required and not self._required:",
+        text="!= self.slots.requires_grad:",
+        replacement="!= self.slots.requires_grad and not self.slots.all:",
         seen_by="test_change_reaches_next_step",
     ),
     Sabotage(

@@ -149,8 +149,8 @@ class CallGradients:
         replica 0 adds to the user's tensors arrives first, and sums have the same bits
         every time. Without ``workers`` the present thread makes them.
         """
-        slots = replica_set.slots
-        trained = replica_set.trained
+        slots = replica_set.slots.all
+        trained = replica_set.slots.trained
         # A backward pass that does not use these must not reach them: autograd would
         # call their hooks without a gradient, or run a graph that it has freed.
         alone = frozenset(
@@ -197,7 +197,7 @@ class CallGradients:
         self._replica_set = None
         self._slots = ()
         for replica in replica_set.replicas[1:]:
-            replica.set_requires_grad(replica_set.slots)
+            replica.set_requires_grad(replica_set.slots.all)
 
     # --- backward passes ---
 

@@ -42,7 +42,7 @@ def join_left_tensors(
         (id(vars(module)), name_of_computed(hook))
         for module, hook in replica_set.computed
     }
-    changed = list(replica_set.changed_containers())
+    changed = list(replicas_of_call.shared_data.changed_containers())
     if not changed:
         return
     for number, container, saved in changed:
@@ -58,7 +58,7 @@ def join_left_tensors(
             container[key] = _joined_or_first(values, key, division, told)
     if is_divided:
         refuse_created(replica_set.root, replica_set.tensors)
-    replica_set.share_written_data()
+    replicas_of_call.shared_data.share()
 
 
 def _is_tensor(value: Any) -> bool:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.calls.gradients import CallGradients
+from scatterpar.calls.shared_data import SharedData
 from scatterpar.devices.coalescing import copy_each
 from scatterpar.devices.transfers import Transfers
 from scatterpar.devices.write_counters import versions
@@ -49,6 +50,7 @@ class ReplicasOfCall:
         gradients: those of the replicas.
         replica_set: the copies. That of the first replica is not called: it has the
             values of the buffers before a call.
+        shared_data: what calls have left in the modules.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class ReplicasOfCall:
         self.root = root
         self.gradients = CallGradients(device_ids)
         self.replica_set = replica_set
+        self.shared_data = SharedData(replica_set)
         self.device_ids = tuple(device_ids)
         self._replicated: Any = root
         self._compiled_calls: dict[tuple[int, int], Callable[..., Any]] = {}
@@ -147,7 +150,7 @@ class ReplicasOfCall:
         for module in replica_set.modules:
             registries |= {id(module._buffers), id(module._parameters)}
             registries |= {id(module._modules), id(vars(module))}
-        for _, container, saved in replica_set.changed_containers():
+        for _, container, saved in self.shared_data.changed_containers():
             if id(container) in registries:
                 container.clear()
                 container.update(saved)

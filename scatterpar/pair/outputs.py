@@ -22,7 +22,7 @@ def trained_by(
     """The user's leaves that are replicated, and those behind ``outputs``."""
     leaves: dict[int, Tensor] = {}
     for replica_set in replica_sets:
-        for slot in replica_set.trained:
+        for slot in replica_set.slots.trained:
             if slot.is_leaf:
                 leaves[id(slot.tensor)] = slot.tensor
     nodes: list[Any] = []

@@ -91,7 +91,7 @@ class Broadcast:
         self, contents: ModuleContents, device_ids: Sequence[torch.device]
     ) -> None:
         self.contents = contents
-        self._tensors = list(contents.tensors.values())
+        self._tensors = contents.tensor_list
         for tensor in self._tensors:
             refuse_uncopied("a module or criterion has", tensor)
         self.memories = list(dict.fromkeys(device_ids))

@@ -65,6 +65,7 @@ class ModuleContents:
         compiled: modules that are compiled, with what compiles them.
         objects: what replicas share, with everything that it holds.
         cells: of copied functions, with their contents, so that no id is used again.
+        module_list, tensor_list: the modules and tensors by number.
 
     Functions stay shared, unless they lead to something of the module. Then a container
     in their closures that leads there is found, too.
@@ -89,6 +90,8 @@ class ModuleContents:
         for root in self.roots:
             self._visit(root)
         self._visit_closures()
+        self.module_list = list(self.modules.values())
+        self.tensor_list = list(self.tensors.values())
         # Gradients have dtypes of those that may be trained.
         self._leaves = [
             tensor

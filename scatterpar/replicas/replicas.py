@@ -39,7 +39,7 @@ from scatterpar.replicas.module_copy import ModuleCopy
 from scatterpar.replicas.parameter_guard import ParameterGuard
 from scatterpar.replicas.refused_modules import check_placement, refuse_created
 from scatterpar.replicas.shared_buffers import MemoryChanges, memory_changes
-from scatterpar.replicas.slots import Slot, slots_of
+from scatterpar.replicas.slots import REQUIRES_GRAD, Slot, Slots
 from scatterpar.replicas.sync_batch_norm import (
     Meeting,
     Seat,
@@ -51,12 +51,7 @@ from scatterpar.replicas.sync_batch_norm import (
 from scatterpar.torch_private.compiler import CompileFn
 from scatterpar.torch_private.tensors import version_counters_kept
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
 _TRAINING = attrgetter("training")
-# The names of torch's containers in a module: parameters, hooks and the like.
-_REGISTRIES = [
-    name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set))
-]
 
 
 class ReplicaOptions(NamedTuple):
@@ -245,40 +240,54 @@ class ReplicaSet:
     =========================================  ======================================
 
     Attributes:
-        compiler: compiles the replicas' calls; ``None`` if no module is compiled.
-        builds: how often more than plain values changed, so that replicas were made.
-        flags: a hash of all switches, such as ``training``.
-        contents: what the root consists of; ``modules`` and ``tensors`` are the user's,
-            in its order.
-        slots: the places of the user's tensors in every replica, by number.
-        trained: those of the tensors that are trained.
+        options: how replicas are made.
+        root: what is replicated, as of the last ``follow``; ``None`` before the first.
+        device_ids: one entry per replica.
+        contents: what the root consists of.
+        slots: the places of the user's tensors in every replica.
         synchronised: the user's ``nn.SyncBatchNorm`` layers.
         computed: the user's modules with weights that hooks compute, and the hooks.
-        sends: how often values were sent by ``send``.
+        state: the user's containers as the replicas follow them; ``None`` until the
+            replicas are built, and again if building fails.
+        flags: a hash of all switches, such as ``training``.
+        replicas: the copies, the master's first.
+        broadcast: copies of the tensors in every memory, which replicas share.
+        compiler: compiles the replicas' calls; ``None`` if no module is compiled.
         guard: refuses forward passes that write parameters.
+        builds: how often replicas were made.
+        sends: how often values were sent by ``send``.
+        lacks_data: true from a call that has left data in the user's modules, until new
+            replicas are made; till then they have the same data, not copies.
     """
 
     def __init__(self, options: ReplicaOptions) -> None:
         self.options = options
-        self.compiler: Compiler | None = None
-        self.builds = 0
-        self.flags = 0
         self.root: Any = None
+        self.device_ids: tuple[torch.device, ...] = ()
+        self.contents = ModuleContents(())
+        self.slots = Slots(self.contents, options.accumulate_dtype)
         self.synchronised: Sequence[nn.SyncBatchNorm] = ()
         self.computed: Sequence[tuple[nn.Module, Any]] = ()
-        self.device_ids: tuple[torch.device, ...] = ()
+        self.state: Snapshot | None = None
+        self.flags = 0
         self.replicas: list[Replica] = []
-        self.broadcast = Broadcast(ModuleContents(()), ())
-        # How often values were sent since the replicas were made, or a mode changed.
-        self._sends = 0
-        self._state: Snapshot | None = None
-        self.modules: list[nn.Module] = []
-        self.tensors: list[Tensor] = []
-        self.slots: list[Slot] = []
-        self.trained: list[Slot] = []
-        # Data that calls have written: replicas do not have it.
-        self._lacks_data = False
+        self.broadcast = Broadcast(self.contents, ())
+        self.compiler: Compiler | None = None
+        self.builds = 0
         self.sends = 0
+        # Since the replicas were made, or a mode changed.
+        self._sends_in_mode = 0
+        self.lacks_data = False
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The user's modules, in the order of each replica's."""
+        return self.contents.module_list
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The user's tensors, by number."""
+        return self.contents.tensor_list
 
     def follow(
         self,
@@ -294,7 +303,7 @@ class ReplicaSet:
         """
         # By identity: an equal module has other parameters.
         is_new = root is not self.root or device_ids != self.device_ids
-        is_new |= self._lacks_data and not may_lack_data
+        is_new |= self.lacks_data and not may_lack_data
         self.root = root
         self.device_ids = device_ids
         if is_new or not self._update_in_place(asks_places=True):
@@ -316,29 +325,13 @@ class ReplicaSet:
         """
         # Before the replicas refresh their buffers from these copies.
         self.broadcast.update(transfers, comparison)
-        self._sends += 1
+        self._sends_in_mode += 1
         self.sends += 1
-        reads_all = is_look_step(self._sends)
+        reads_all = is_look_step(self._sends_in_mode)
         for replica in self.replicas:
             for large in replica.large:
                 large.reads_all = reads_all
             replica.refresh()
-
-    def share_written_data(self) -> None:
-        """Let the replicas share data that a call has left in the user's modules.
-
-        Call it if ``changed_containers`` has yielded any.
-        """
-        assert self._state is not None
-        if self._state.value_changes() is None:
-            self._follow_data()
-
-    def changed_containers(self) -> Iterator[tuple[int, Any, Any]]:
-        """Yield number, container and earlier contents of each of the user's containers
-        that has changed since the replicas followed it.
-        """
-        if self._state is not None and not self._state.has_same_contents():
-            yield from list(self._state.changed())
 
     def exchanges_statistics(self) -> bool:
         """Whether one of its ``nn.SyncBatchNorm`` layers is in training mode."""
@@ -357,7 +350,7 @@ class ReplicaSet:
         """The gradients that a replica has accumulated, by number of the tensor."""
         tensors = self.replicas[replica].tensors
         gradients: dict[int, Tensor] = {}
-        for slot in self.trained:
+        for slot in self.slots.trained:
             gradient = tensors[slot.number].grad
             if gradient is not None:
                 # Those without one are left out: the parameter may be unused on all
@@ -368,7 +361,7 @@ class ReplicaSet:
     def clear_gradients(self) -> None:
         """Drop the replicas' gradients."""
         for replica in self.replicas:
-            for slot in self.trained:
+            for slot in self.slots.trained:
                 # Not zeros: the next step shall see which tensors are used.
                 replica.tensors[slot.number].grad = None
 
@@ -381,68 +374,45 @@ class ReplicaSet:
         step.
         """
         # No state: nothing was built yet, or building failed.
-        if self._state is None:
+        if self.state is None:
             return False
         if asks_places and not self.broadcast.adopt_storages():
             return False
-        if not self._state.unchanged():
-            changes = self._state.value_changes()
+        if not self.state.unchanged():
+            changes = self.state.value_changes()
             if changes is not None:
-                self._state.apply_changes(changes)
+                self.state.apply_changes(changes)
                 for replica in self.replicas:
                     replica.apply_changes(changes)
             else:
                 return False
             # Switches such as ``training`` change what a forward pass writes; a rate
             # does not.
-            flags = self._state.flags()
+            flags = self.state.flags()
             if flags != self.flags:
                 # A forward pass in another mode may write what it did not write before.
-                self._sends = 0
+                self._sends_in_mode = 0
                 self.broadcast.expect_no_change()
             self.flags = flags
             self._forget_compiled_calls()
-        if list(map(_REQUIRES_GRAD, self.tensors)) != self._required:
-            self._find_slots()
+        tensors = self.contents.tensor_list
+        if list(map(REQUIRES_GRAD, tensors)) != self.slots.requires_grad:
+            self.slots = Slots(self.contents, self.options.accumulate_dtype)
             self._set_requires_grad()
         return True
-
-    def _follow_data(self) -> bool:
-        """Let the replicas share data that was written in the modules.
-
-        Returns ``False`` if anything else was written.
-        """
-        assert self._state is not None
-        numbers = self._state.new_data(self._registries)
-        if numbers is None:
-            return False
-        for replica in self.replicas:
-            replica.state.restore()
-            for number in numbers:
-                replica.refill(number)
-            replica.state.accept()
-        self._state.accept()
-        self._lacks_data = True
-        return True
-
-    def _find_slots(self) -> None:
-        """Find which tensors are trained, and the dtypes of their gradients."""
-        self._required = list(map(_REQUIRES_GRAD, self.tensors))
-        self.slots = slots_of(self.contents, self.options.accumulate_dtype)
-        self.trained = [slot for slot in self.slots if slot.is_trained]
 
     def _set_requires_grad(self) -> None:
         """Set which tensors of the replicas require grad."""
         self._forget_compiled_calls()
         for replica in self.replicas:
-            replica.set_requires_grad(self.slots)
+            replica.set_requires_grad(self.slots.all)
 
     def _forget_compiled_calls(self) -> None:
         if self.compiler is not None:
             self.compiler.forget()
 
     def _build(self) -> None:
-        self._state = None
+        self.state = None
         self.builds += 1
         # Before anything is copied: the error names the user's module.
         check_placement(self.root, self.device_ids)
@@ -453,23 +423,20 @@ class ReplicaSet:
         if self.contents.compiled and self.compiler is None:
             self.compiler = Compiler()
         self.replicas = [Replica(self, device) for device in self.device_ids]
-        self._sends = 0
-        self._lacks_data = False
-        self._find_registries()
+        self._sends_in_mode = 0
+        self.lacks_data = False
         copies = [(replica.device, replica.tensors) for replica in self.replicas]
         # New ones have passed no check in any mode.
         self.guard = ParameterGuard(self.broadcast, copies)
         self._set_requires_grad()
         # Last: until then the replicas count as not built.
-        self._state = Snapshot(self.contents.containers, self.contents.facts)
-        self.flags = self._state.flags()
+        self.state = Snapshot(self.contents.containers, self.contents.facts)
+        self.flags = self.state.flags()
 
     def _find_contents(self) -> None:
         """Find all that the root holds."""
         self.contents = ModuleContents((self.root,), physical(self.device_ids[0]))
-        self.modules = list(self.contents.modules.values())
-        self.tensors = list(self.contents.tensors.values())
-        self._find_slots()
+        self.slots = Slots(self.contents, self.options.accumulate_dtype)
         # Searched once: each step asks whether one of them trains.
         self.synchronised = synchronised_layers(self.modules)
         self.computed = computing_hooks(self.modules)
@@ -477,12 +444,6 @@ class ReplicaSet:
             # Not if the user has compiled the root, perhaps in another way.
             compiled = self.root, self.options.compile_fn
             self.contents.compiled.setdefault(id(self.root), compiled)
-
-    def _find_registries(self) -> None:
-        """Note where calls may write."""
-        self._registries: set[int] = set()
-        for module in self.modules:
-            self._registries.update(id(vars(module)[name]) for name in _REGISTRIES)
 
     def _refuse_created(self) -> None:
         for replica in self.replicas:
@@ -493,14 +454,15 @@ class ReplicaSet:
         step.
         """
         first = self.replicas[0]
+        modules = self.contents.module_list
         buffers: list[BufferValue] = []
-        values = values_after(self.modules, first.modules, first.copy_of)
+        values = values_after(modules, first.modules, first.copy_of)
         for number, name, value in values:
-            buffers.append((self.modules[number]._buffers, name, value))
+            buffers.append((modules[number]._buffers, name, value))
         if not first.records:
             return buffers
         # Running statistics of layers that record come from ``recorded``.
-        recording = {id(self.modules[number]._buffers) for number in first.records}
+        recording = {id(modules[number]._buffers) for number in first.records}
         return [
             (registry, name, value)
             for registry, name, value in buffers
@@ -513,7 +475,7 @@ class ReplicaSet:
         """
         first = self.replicas[0]
         return memory_changes(
-            self.modules, first.modules, first.copy_of, first.exchanged()
+            self.contents.module_list, first.modules, first.copy_of, first.exchanged()
         )
 
     def recorded(self, active: int, transfers: Transfers) -> list[Layer]:
@@ -617,9 +579,9 @@ class Replica(ModuleCopy):
         seat_layers(self.seat, self.root, self.modules, records_own=records_own)
         tensors = self.tensors  # not `self`, which would be a cycle
         self.state = Snapshot(
-            self.containers, lambda: list(map(_REQUIRES_GRAD, tensors))
+            self.containers, lambda: list(map(REQUIRES_GRAD, tensors))
         )
-        self._slots: Sequence[Slot] = replica_set.slots
+        self._slots: Sequence[Slot] = replica_set.slots.all
 
     def refresh(self) -> None:
         """Undo what a forward pass rebound, and copy the sources' buffers.

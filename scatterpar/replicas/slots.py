@@ -11,12 +11,15 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from scatterpar.replicas.module_contents import ModuleContents, is_leaf
+
+REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class Slot(NamedTuple):
@@ -46,18 +49,27 @@ class Slot(NamedTuple):
         return self.sum_dtype is not None
 
 
-def slots_of(
-    contents: ModuleContents, accumulate_dtype: torch.dtype | None
-) -> list[Slot]:
-    """The slots of all tensors of ``contents``, by number, as they are trained now."""
-    slots: list[Slot] = []
-    for number, (key, tensor) in enumerate(contents.tensors.items()):
-        is_parameter = key in contents.weights
-        # torch trains no tensor that was made in inference mode.
-        is_trained = tensor.requires_grad and not tensor.is_inference()
-        dtype = sum_dtype(tensor, accumulate_dtype) if is_trained else None
-        slots.append(Slot(number, tensor, is_parameter, is_leaf(tensor), dtype))
-    return slots
+class Slots:
+    """The slots of the tensors of ``contents``, as they are trained now.
+
+    Attributes:
+        all: by number.
+        trained: the slots of tensors that are trained.
+        requires_grad: of each tensor, when the slots were made.
+    """
+
+    def __init__(
+        self, contents: ModuleContents, accumulate_dtype: torch.dtype | None
+    ) -> None:
+        self.requires_grad = list(map(REQUIRES_GRAD, contents.tensors.values()))
+        self.all: list[Slot] = []
+        for number, (key, tensor) in enumerate(contents.tensors.items()):
+            is_parameter = key in contents.weights
+            # torch trains no tensor that was made in inference mode.
+            is_trained = tensor.requires_grad and not tensor.is_inference()
+            dtype = sum_dtype(tensor, accumulate_dtype) if is_trained else None
+            self.all.append(Slot(number, tensor, is_parameter, is_leaf(tensor), dtype))
+        self.trained = [slot for slot in self.all if slot.is_trained]
 
 
 def sum_dtype(tensor: Tensor, accumulate_dtype: torch.dtype | None) -> torch.dtype:

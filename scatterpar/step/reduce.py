@@ -182,7 +182,7 @@ def _summed(replica_set: ReplicaSet, attempt: Attempt) -> list[Gradient]:
     sums = sum_in_order(gradients, devices, attempt.transfers, in_place=True)
     # A replica's copy of such a tensor is a leaf, and the user's has a graph.
     gradients_of_leaves: list[Gradient] = []
-    for slot in replica_set.trained:
+    for slot in replica_set.slots.trained:
         gradient = sums.get(slot.number)
         if slot.is_leaf:
             gradients_of_leaves.append((slot.tensor, gradient))

@@ -253,7 +253,7 @@ def user_state_guarded(attempt: Attempt) -> Iterator[None]:
     # By id, because model and criterion may share leaves.
     leaves: dict[int, Tensor] = {}
     for replica_set in attempt.replicas.replica_sets:
-        for slot in replica_set.trained:
+        for slot in replica_set.slots.trained:
             if slot.is_leaf:
                 leaves[id(slot.tensor)] = slot.tensor
     for leaf in trained_leaves(referents):

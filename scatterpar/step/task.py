@@ -157,7 +157,9 @@ def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[Replica
             if number < len(replica_set.replicas):
                 replica = replica_set.replicas[number]
                 replicas.append(replica)
-                leaves += [replica.tensors[slot.number] for slot in replica_set.trained]
+                leaves += [
+                    replica.tensors[slot.number] for slot in replica_set.slots.trained
+                ]
         task = ReplicaTask(
             share,
             module=replicas[0].root,

@@ -94,7 +94,7 @@ class ComparedLeaves:
         # Model and criterion may share a leaf: each of the two has a copy of it.
         pairs = zip(attempt.replicas.replica_sets, task.replicas, strict=False)
         for replica_set, replica in pairs:
-            for slot in replica_set.trained:
+            for slot in replica_set.slots.trained:
                 if slot.is_leaf:
                     leaves = copies.setdefault(id(slot.tensor), [slot.tensor])
                     leaves.append(replica.tensors[slot.number])

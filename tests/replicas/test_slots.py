@@ -10,7 +10,7 @@ from torch import nn
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.replicas.module_contents import ModuleContents
-from scatterpar.replicas.slots import slots_of
+from scatterpar.replicas.slots import Slots
 
 pytestmark = pytest.mark.core
 WIDER = torch.float64
@@ -41,7 +41,7 @@ def test_slot_of_each_kind(name, is_parameter, is_leaf, sum_dtype):
     net = of_each_kind()
     contents = ModuleContents((net,))
     tensor = getattr(net, name)
-    (slot,) = [s for s in slots_of(contents, WIDER) if s.tensor is tensor]
+    (slot,) = [s for s in Slots(contents, WIDER).all if s.tensor is tensor]
     assert list(contents.tensors)[slot.number] == id(tensor)
     facts = (slot.is_parameter, slot.is_leaf, slot.sum_dtype)
     assert facts == (is_parameter, is_leaf, sum_dtype)
@@ -53,7 +53,7 @@ def test_number_is_that_of_the_copies(devices):
     with ScatterOnceParallel(net, 1, devices(2)) as engine:
         engine.forward_backward(randn(4, net.in_features), None, lambda y, _: y.mean())
         replica_set = engine._replicas.of_model
-        for slot in replica_set.slots:
+        for slot in replica_set.slots.all:
             for replica in replica_set.replicas:
                 assert torch.equal(replica.tensors[slot.number], slot.tensor)
                 assert replica.tensors[slot.number].requires_grad == slot.is_trained

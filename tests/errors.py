@@ -13,7 +13,8 @@ import argparse
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +40,8 @@ OF_A_VALUE = re.compile(
     r"\bmust (be|have|return|begin|give)\b|, got …|: got …|^got |^Rows takes|\bis empty\b"
     r"|\bexpected an?\b|pass one\b|leave (it|…=|one of them) out|is the class …"
 )
+# Functions of the check before a step, which get a problem and a remedy.
+OF_THE_CHECK = {"_refused": "error", "_told": "warning", "in_lines": "warning"}
 FEWEST_LETTERS = 25  # a text with fewer of its own is put together of other ones
 
 
@@ -50,6 +53,7 @@ class Topic(NamedTuple):
     files: tuple[str, ...]
 
 
+CHECK = Topic("The check before a step", "losses.md#if-you-forget", ("verify/",))
 # The first that fits counts; a file is named by the beginning of its path.
 TOPICS = (
     Topic(
@@ -175,8 +179,11 @@ def words_of(node: ast.expr, scope: ast.AST, depth: int = 3) -> Iterator[str]:
         yield from words_of(expression, of, depth - 1)
 
 
-def messages(names: set[str]) -> Iterator[Message]:
-    """What the sources pass as the first argument to functions of these names."""
+def calls_of(names: Container[str]) -> Iterator[tuple[str, ast.Call, ast.AST, str]]:
+    """The calls of functions of these names in the sources.
+
+    Yields the name, the call, the function around it, and its place.
+    """
     for path in files():
         functions = [node for node in nodes_of(path) if isinstance(node, FUNCTIONS)]
         inside = {
@@ -188,12 +195,35 @@ def messages(names: set[str]) -> Iterator[Message]:
             called = node.func
             name = called.attr if isinstance(called, ast.Attribute) else None
             name = called.id if isinstance(called, ast.Name) else name
-            if name not in names:
-                continue
-            place = f"{path.relative_to(PACKAGE).as_posix()}:{node.lineno}"
-            scope = inside.get(id(node), tree_of(path))
-            for text in words_of(node.args[0], scope):
-                yield Message(place, " ".join(text.split()))
+            if name in names:
+                place = f"{path.relative_to(PACKAGE).as_posix()}:{node.lineno}"
+                yield name, node, inside.get(id(node), tree_of(path)), place
+
+
+def messages(names: set[str]) -> Iterator[Message]:
+    """What the sources pass as the first argument to functions of these names."""
+    for _, call, scope, place in calls_of(names):
+        for text in words_of(call.args[0], scope):
+            yield Message(place, " ".join(text.split()))
+
+
+def messages_of_the_check() -> Iterator[tuple[str, str]]:
+    """The rows of errors and warnings of the check before a step, by their kind."""
+    causes = "_refused_combination"  # has one problem, and is called with each cause
+    for name, call, scope, _ in calls_of(OF_THE_CHECK):
+        if len(call.args) < 2:  # another function of this name
+            continue
+        remedy = " ".join(text_of(call.args[1]).split())
+        if isinstance(scope, FUNCTIONS) and scope.name == causes:
+            remedy = "the error goes on with one of the next rows"
+        for problem in words_of(call.args[0], scope):
+            if is_shown(problem):
+                yield OF_THE_CHECK[name], row(problem.removesuffix("."), remedy)
+    for _, call, scope, _ in calls_of({causes}):
+        for text in words_of(call.args[1], scope):
+            problem, _, remedy = text.removesuffix(".").partition(": pass ")
+            if is_shown(text):
+                yield "error", row(problem, f"pass {remedy}" if remedy else "")
 
 
 def is_shown(text: str) -> bool:
@@ -203,9 +233,9 @@ def is_shown(text: str) -> bool:
     return letters >= FEWEST_LETTERS and not OF_A_VALUE.search(text)
 
 
-def row(text: str) -> str:
-    """The row of a message: its problem, and its remedy."""
-    problem, _, remedy = text.partition("; ")
+def row(problem: str, remedy: str) -> str:
+    """The row of a message."""
+    remedy = "" if remedy == "…" else remedy.removesuffix(" …")
     quoted = problem.replace("|", "\\|").strip()
     fence = "``" if "`" in quoted else "`"
     quoted = f"{fence} {quoted} {fence}" if "`" in quoted else f"`{quoted}`"
@@ -217,19 +247,22 @@ def page() -> str:
     """The page: a table per topic."""
     kinds = {"error": messages(ERRORS), "warning": messages({"warn"})}
     rows: dict[tuple[str, str], dict[str, list[str]]] = {}
+    of_the_check = rows.setdefault((CHECK.title, CHECK.page), {})
+    for kind, line in sorted(dict.fromkeys(messages_of_the_check()), key=itemgetter(0)):
+        of_the_check.setdefault(kind, []).append(line)
     for kind, found in kinds.items():
         for place, text in found:
-            problem, _, _ = text.partition("; ")
+            problem, _, remedy = text.partition("; ")
             if not is_shown(text) or not is_shown(problem):
                 continue
             topic = next(topic for topic in TOPICS if place.startswith(topic.files))
             tables = rows.setdefault((topic.title, topic.page), {})
             table = tables.setdefault(kind, [])
-            line = row(text)
+            line = row(problem, remedy)
             if line not in table:
                 table.append(line)
     lines = [_HEAD]
-    for topic in dict.fromkeys((topic.title, topic.page) for topic in TOPICS):
+    for topic in dict.fromkeys((topic.title, topic.page) for topic in (CHECK, *TOPICS)):
         title, target = topic
         tables = rows.get(topic, {})
         if tables:
@@ -244,8 +277,7 @@ def page() -> str:
 _HEAD = """# Errors by their words
 
 Search this page for some words of an error or a warning; `…` stands for names and numbers. Each one is a `ValueError`, `TypeError` or
-`RuntimeError`, and a step that raises one has changed nothing, unless it says so. Errors of the check before a step are on
-[Losses](losses.md#if-you-forget). *Written by `python -m tests.errors --write` from the sources.*"""
+`RuntimeError`, and a step that raises one has changed nothing, unless it says so. *Written by `python -m tests.errors --write` from the sources.*"""
 
 
 def main() -> None:

@@ -218,7 +218,7 @@ def _wrong_on_the_replica(results: LookResults, _: Finding) -> Verdict:
         f"{results.expected.loss:.4g} with your own module in plain torch, but "
         f"{results.of_replica.loss:.4g} on a replica (the gradient is "
         f"{_size_of(results.difference)}).",
-        f"Return it: {RETURN}; compute tensors from parameters in forward.",
+        f"To use it, {RETURN}; compute tensors from parameters in forward.",
         "It reads what forward leaves on the module, such as an auxiliary loss, or "
         "asks for gradients by your own parameters. No count=, reduction= or "
         "whole_batch= says that.",

@@ -6,7 +6,7 @@ import re
 
 import errors
 import pytest
-from harness.pages import read
+from harness.pages import blocks, read
 
 PAGE = read("docs/limits.md")
 
@@ -25,6 +25,15 @@ def is_in(phrase: str, text: str) -> bool:
 def test_page_of_errors_is_that_of_the_sources():
     is_current = read("docs/errors.md") == errors.page()
     assert is_current, "run: python -m tests.errors --write"
+
+
+def test_first_error_of_the_readme_is_on_the_page_of_errors():
+    (error, *_) = blocks(read("README.md"), "text")
+    text = " ".join(error.split())
+    rows = re.findall(r"^\| `(.+?)` \|", read("docs/errors.md"), re.MULTILINE)
+    found = [row for row in rows if is_in(row, text)]
+    assert any("your loss of" in row for row in found)
+    assert any("It seems to be a mean" in row for row in found)
 
 
 PHRASES = re.findall(r"\braises `(?!\w+Error`)([^`]+)`", PAGE)

@@ -27,7 +27,7 @@ def test_page_of_errors_is_that_of_the_sources():
     assert is_current, "run: python -m tests.errors --write"
 
 
-def test_first_error_of_the_readme_is_on_the_page_of_errors():
+def test_error_of_the_readme_is_on_the_page():
     (error, *_) = blocks(read("README.md"), "text")
     text = " ".join(error.split())
     rows = re.findall(r"^\| `(.+?)` \|", read("docs/errors.md"), re.MULTILINE)

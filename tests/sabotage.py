@@ -2141,28 +2141,33 @@ def main():
     print("sabotage | promise | seen by")
     seen = 0
     with ThreadPoolExecutor(2) as pool:
-        for sabotage, test in zip(tried, pool.map(failed_test, tried), strict=True):
-            print(f"{sabotage.line} | {test or 'NOBODY'}", flush=True)
+        for sabotage, found in zip(tried, pool.map(failed_test, tried), strict=True):
+            test, end = found
+            print(f"{sabotage.line} | {test or f'NOBODY: {end}'}", flush=True)
             seen += bool(test)
     print(f"{seen} of {len(tried)} sabotages are seen")
     sys.exit(seen < len(tried))
 
 
 def failed_test(sabotage):
-    """The test that fails under a sabotage; empty if it passes, or hangs."""
+    """The test that fails under a sabotage, and how its process has ended.
+
+    The test is empty if all pass, or if the process hangs or is killed.
+    """
     with copy_of_package(dict([sabotaged(sabotage)])) as copy:
         output = Path(copy, "output")
         test = [name_of_test(sabotage), str(output)]
         process = _forks().Process(target=_run_test, args=(copy, *test))
         process.start()
         process.join(LIMIT_SECONDS)
-        if process.is_alive():
+        is_late = process.is_alive()
+        if is_late:
             process.kill()
             process.join()
-            return ""
         said = output.read_text(encoding="utf-8", errors="replace")
     found = re.search(r"^(?:FAILED|ERROR) \S+::(\S+)", said, re.MULTILINE)
-    return found[1] if found else ""
+    end = f"{'late' if is_late else 'ended'} with {process.exitcode}: {said[-300:]!r}"
+    return found[1] if found else "", end
 
 
 @functools.cache

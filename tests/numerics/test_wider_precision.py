@@ -224,7 +224,7 @@ def in_format(name, values):
 
 QUICK = [
     ("optimum of cross entropy", "autocast", 0),
-    ("optimum of cross entropy", "float64", 0),
+    ("centred advantages", "float64", 0),
     ("nearly equal pairs", "float32", 0),
 ]
 

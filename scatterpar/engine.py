@@ -908,8 +908,9 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         """Yields the replicas, updated to match the module, for code that writes their
         parameters.
 
-        ``broadcast.send`` copies the new values to all other memories, also to the
-        master's. If the body fails, the next refresh sends the master's values again.
+        ``broadcast.send_owned`` copies the new values to all other memories, also to
+        the master's. If the body fails, the next refresh sends the master's values
+        again.
         """
         with self._workers.exclusive():
             self._replicas.refresh(self.module, None, Transfers())

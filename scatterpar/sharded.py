@@ -282,7 +282,7 @@ class ShardedOptimizer(Optimizer):
             if parameter in copies.numbers
         }
         try:
-            copies.broadcast.send(owners, self._transfers)
+            copies.broadcast.send_owned(owners, self._transfers)
         except Exception:
             # No memory for messages. The master's values are enough: the next refresh
             # sends them to the other copies.

@@ -20,7 +20,7 @@ class Printed:
         printer.text(str(self))
 
 
-def shown(numbers: str) -> str:
+def shortened(numbers: str) -> str:
     """A list of numbers as text, cut off behind a number if it is too long."""
     if len(numbers) <= _SHOWN:
         return numbers

@@ -956,7 +956,7 @@ SABOTAGES = [
         name="parameters are sent at every step, changed or not",
         promise="once",
         file="replicas/broadcast.py",
-        place="Broadcast.update",
+        place="Broadcast.send_changed",
         text="- unchanged",
         replacement="- set()",
         seen_by="test_frozen_parameters_sent_once",
@@ -965,9 +965,9 @@ SABOTAGES = [
         name="a buffer that has stopped changing is sent in each step",
         promise="once",
         file="replicas/broadcast.py",
-        place="Broadcast.update",
-        text="changes if number in differing else 0",
-        replacement="changes",
+        place="Broadcast.send_changed",
+        text="in_a_row if number in differing else 0",
+        replacement="in_a_row",
         seen_by="test_buffers_that_stop_changing_are_not_sent",
     ),
     Sabotage(
@@ -993,7 +993,7 @@ SABOTAGES = [
         name="values count as sent before all devices have them",
         promise="never stale",
         file="replicas/broadcast.py",
-        place="Broadcast.update",
+        place="Broadcast.send_changed",
         text="self.invalidate()",
         replacement="self._sent = dict(enumerate(present))",
         seen_by="test_failed_refresh_is_sent_again",
@@ -1002,7 +1002,7 @@ SABOTAGES = [
         name="a frozen parameter is sent once",
         promise="never stale",
         file="replicas/broadcast.py",
-        place="Broadcast.update",
+        place="Broadcast.send_changed",
         text="- unchanged",
         replacement=(
             "- unchanged - {i for i in self._sent if not "
@@ -1014,7 +1014,7 @@ SABOTAGES = [
         name="a parameter written through .data is not sent",
         promise="never stale",
         file="replicas/broadcast.py",
-        place="Broadcast.update",
+        place="Broadcast.send_changed",
         text="- unchanged",
         replacement=(
             "- unchanged - {i for i, old in self._sent.items() if old == present[i]}"

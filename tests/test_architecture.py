@@ -203,13 +203,13 @@ def names_at_top_of(path):
         targets = []
         if isinstance(node, ast.Assign):
             targets = node.targets
-        elif isinstance(node, ast.AnnAssign):
+        elif isinstance(node, ast.AnnAssign) and node.value:
             targets = [node.target]
         value = ast.unparse(getattr(node, "value", None) or ast.Constant(0))
         # A type variable stands for any type, so files share its name.
         if not value.startswith(("TypeVar(", "ParamSpec(")):
             names += [target.id for target in targets if isinstance(target, ast.Name)]
-        yield from {name.lstrip("_") for name in names if not name.startswith("__")}
+        yield from (name.lstrip("_") for name in names if not name.startswith("__"))
 
 
 # Names that several files have for one thing.
@@ -225,25 +225,17 @@ SHARED_NAMES = {
     "other_weights",
     "state_between_parts",
 }
-# Names that have several meanings, and are to be changed: none may come.
-NAMES_OF_SEVERAL = {
-    *("CHANGES", "OUT_OF_MEMORY", "REMEDIES", "shown", "tensors"),
-}
-# Of loops of libraries, and what goes with them.
-UNREAD = (*("integrations/", "verify/choice", "step/turns"),)
 
 
 def test_name_of_function_means_one_thing():
-    """Of functions and constants of modules, as of classes."""
-    files = defaultdict(set)
+    """Of functions and constants of modules, as of classes; in one file, too."""
+    files = defaultdict(list)
     for path in PACKAGE.rglob("*.py"):
-        file = path.relative_to(PACKAGE).as_posix()
-        if not file.startswith(UNREAD):
-            for name in names_at_top_of(path):
-                files[name].add(file)
+        for name in names_at_top_of(path):
+            files[name].append(path.relative_to(PACKAGE).as_posix())
     twice = {name: found for name, found in files.items() if len(found) > 1}
-    for name in SHARED_NAMES | NAMES_OF_SEVERAL:
-        twice.pop(name, None)
+    for name in SHARED_NAMES:
+        twice.pop(name)
     assert not twice
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scatterpar.tables import as_html, as_text, shown
+from scatterpar.tables import as_html, as_text, shortened
 
 pytestmark = pytest.mark.core
 TABLE = [("phase", "ms"), ("scatter", "1.5"), ("a", "1,234.0")]
@@ -32,6 +32,6 @@ def test_cells_of_html_are_escaped():
 
 def test_long_lists_cut_behind_a_number():
     numbers = ", ".join(map(str, range(10, 100)))  # four characters each
-    text = shown(numbers)
+    text = shortened(numbers)
     assert text == ", ".join(map(str, range(10, 28))) + ", ..."
-    assert shown(text) == text
+    assert shortened(text) == text

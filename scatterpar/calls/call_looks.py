@@ -39,7 +39,7 @@ from scatterpar.verify.schedule import ranges_of_step
 from scatterpar.verify.verifier import Verifier
 
 _NUMBERS = 61  # per row; prime, so that no size of an output repeats them
-_REMEDIES = (
+_WAYS_OUT_OF_CALLS = (
     "Return what it is computed from, one entry per row, and compute the loss from the "
     "joined output; or call the module itself."
 )
@@ -261,7 +261,7 @@ def _ask(
     request = request.combined_by(known[0])
     replicas = Replicas([device], ReplicaOptions())
     attempt = Attempt(request, plan, replicas, call.workers)
-    ways = LossWays(_REMEDIES, list(candidates))
+    ways = LossWays(_WAYS_OUT_OF_CALLS, list(candidates))
     open_request = LookRequest(attempt, request, None, True, known, ways)  # type: ignore[arg-type]
     if open_request.is_open_between(known):
         details = "open", kind.steps  # new in each call

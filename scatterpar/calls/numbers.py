@@ -50,7 +50,7 @@ SUM = NumberRule("a sum", is_sum=True)
 def rules_for(arguments: object, dim: int) -> list[NumberRule]:
     """The rules that are possible for these arguments, the likeliest first."""
     rules = [BY_ROWS]
-    for position, tensor in enumerate(_tensors(arguments)):
+    for position, tensor in enumerate(_tensors_of_call(arguments)):
         is_integer = not (tensor.is_floating_point() or tensor.is_complex())
         if is_integer and tensor.dtype is not torch.bool and tensor.ndim and not dim:
             words = f"a mean over labels that are not -100 (tensor {position})"
@@ -69,7 +69,7 @@ def weights_of(
         return [1.0] * len(parts)
     if rule.labels is None:
         return [float(len(rows)) for rows in parts]
-    labels = _tensors(arguments)[rule.labels]
+    labels = _tensors_of_call(arguments)[rule.labels]
     if rule.is_shifted:
         labels = labels[:, 1:]
     # In one copy: a label on a device is waited for.
@@ -111,5 +111,5 @@ def combined_number(
     return mean if is_integer else mean.to(first.dtype)
 
 
-def _tensors(arguments: object) -> list[Tensor]:
+def _tensors_of_call(arguments: object) -> list[Tensor]:
     return nested.tensors(arguments)

@@ -94,7 +94,7 @@ class ReplicasOfCall:
             changed: Set[int] = frozenset()
             broadcast = replica_set.broadcast
             if reads_values:
-                broadcast.update(transfers, broadcast.compare())
+                broadcast.send_changed(transfers, broadcast.compare())
                 self.gradients.were_added = False
             else:
                 if present != self._versions or self._unseen:
@@ -104,7 +104,7 @@ class ReplicasOfCall:
                     broadcast.send_written(present, self._unseen, transfers)
             for number, replica in enumerate(replica_set.replicas):
                 # Calls of the first one are those of the user's module.
-                replica.refresh_written(
+                replica.reset_written(
                     changed, reads_values=reads_values, was_called=number > 0
                 )
             self._versions = present

@@ -30,7 +30,7 @@ _SHARED = 1.5  # n GPUs may take this part of one GPU's time, divided by n
 _MUCH_MOVING = 0.4  # a larger part of the step for copies makes it slow
 # Rows of a sub-step: a GPU needs many to be busy.
 _ROWS_WITH_STREAMS = 64
-_ROWS = 2
+_ROWS_OF_SUBSTEP = 2
 _MILLISECONDS = 1e3
 
 _COPIES = (
@@ -178,7 +178,7 @@ def measure(devices: Sequence[torch.device]) -> Speed:
     ``BUDGET`` seconds.
     """
     is_async = all(map(has_streams, devices))
-    rows_of_substep = _ROWS_WITH_STREAMS if is_async else _ROWS
+    rows_of_substep = _ROWS_WITH_STREAMS if is_async else _ROWS_OF_SUBSTEP
     rows = ACCUM * len(devices) * rows_of_substep
     times: dict[str, list[float]] = defaultdict(list)
     waited: list[float] = []

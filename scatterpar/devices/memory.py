@@ -32,7 +32,7 @@ _MALLOC_VARIABLES = (
 )
 
 # Parts of the texts that allocators and libraries put into a plain RuntimeError.
-_OUT_OF_MEMORY = re.compile(
+_TEXTS_OF_FULL_MEMORY = re.compile(
     "out of memory|can(no|')t allocate memory|"
     "_alloc_failed|"  # cuBLAS, cuDNN, cuFFT, cuSOLVER
     r"cudnn_status_internal_error_\w+_allocation_failed|"  # of the device or the host
@@ -140,7 +140,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError):
         return False
-    return _OUT_OF_MEMORY.search(str(error)) is not None
+    return _TEXTS_OF_FULL_MEMORY.search(str(error)) is not None
 
 
 def clear_frames(error: BaseException) -> None:

@@ -26,7 +26,7 @@ from scatterpar.errors import warn
 from scatterpar.torch_private.autograd import current_graph_task
 from scatterpar.torch_private.compiler import never_compiled, unwrapped
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_MODULE_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 class DividedModules:
@@ -255,7 +255,7 @@ def _opened(owner: nn.Module, excluded: tuple[type[nn.Module], ...]) -> list[nn.
     for child in owner.children():
         if isinstance(child, excluded):
             continue
-        if isinstance(child, _CONTAINERS):
+        if isinstance(child, _MODULE_CONTAINERS):
             opened += _opened(child, excluded)
         elif next(child.parameters(), None) is not None:
             opened.append(child)

@@ -30,7 +30,13 @@ from scatterpar.integrations.divided_modules import DividedModules
 
 __all__ = ["ScatterOnceStrategy"]
 
-_STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
+_METHODS_OF_STEPS = (
+    "forward",
+    "training_step",
+    "validation_step",
+    "test_step",
+    "predict_step",
+)
 
 
 class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
@@ -70,7 +76,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def setup(self, trainer: Trainer) -> None:
         """Do what ``SingleDeviceStrategy`` does, and divide the calls of networks."""
-        _refuse(trainer)
+        _refuse_trainer(trainer)
         super().setup(trainer)
         module: Any = self.lightning_module
         devices = self._resolved_devices()
@@ -137,7 +143,7 @@ def _networks_compiled(module: Any, networks: Sequence[nn.Module]) -> Iterator[N
     compiled = module._compiler_ctx
     run_compiled = compiled["dynamo_ctx"]
     methods: dict[str, Any] = {}
-    for name in _STEPS:
+    for name in _METHODS_OF_STEPS:
         methods[name] = vars(module).pop(name)
         vars(module)[name] = compiled[f"original_{name}"]
     eager = [network for network in networks if network._compiled_call_impl is None]
@@ -151,7 +157,7 @@ def _networks_compiled(module: Any, networks: Sequence[nn.Module]) -> Iterator[N
             network._compiled_call_impl = None
 
 
-def _refuse(trainer: Trainer) -> None:
+def _refuse_trainer(trainer: Trainer) -> None:
     """Raise ``ValueError`` for what needs several processes."""
     # Read here, because a strategy is not told of these arguments.
     settings = trainer._accelerator_connector

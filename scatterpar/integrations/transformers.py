@@ -33,7 +33,7 @@ __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
 
 # Arguments that are rows of one device. TRL derives the last from the first when the
 # arguments are made.
-_ROWS = (
+_ROWS_PER_DEVICE = (
     "per_device_train_batch_size",
     "per_device_eval_batch_size",
     "generation_batch_size",
@@ -101,7 +101,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         return args
 
     def _multiply_rows(self, args: Any, factor: int) -> None:
-        for name in _ROWS:
+        for name in _ROWS_PER_DEVICE:
             rows = getattr(args, name, None)
             if rows is not None:
                 setattr(args, name, rows * factor)
@@ -128,7 +128,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Do what the Trainer does, for the rows of all devices."""
-        _refuse(self.args, self.model)
+        _refuse_arguments(self.args, self.model)
         devices = self._resolved_devices(self.args)
         # Arguments that the Trainer has made itself, or that a trial has set.
         if not self._has_all_rows:
@@ -143,7 +143,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         # A trial sets rows of one device.
         if trial is not None and self.hp_search_backend is not None:
             num_devices = len(self._resolved_devices(self.args))
-            for name in _ROWS:
+            for name in _ROWS_PER_DEVICE:
                 rows = getattr(self.args, name, None)
                 if rows is not None:
                     setattr(self.args, name, rows // num_devices)
@@ -220,7 +220,7 @@ class ScatterOnceTrainer(ScatterOnceMixin, transformers.Trainer):
     """
 
 
-def _refuse(args: Any, model: Any) -> None:
+def _refuse_arguments(args: Any, model: Any) -> None:
     """Refuse what needs other processes, or another owner of the model or its
     gradients.
     """

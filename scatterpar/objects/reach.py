@@ -141,25 +141,25 @@ def leads_to(value: Any, is_target: Callable[[Any], bool]) -> bool:
 
     def made_of(value: Any) -> Collection[Any]:
         # Not further than a target, which may be long.
-        return () if is_target(value) else _made_of(value)
+        return () if is_target(value) else _parts_or_entries(value)
 
     return any(map(is_target, walk([value], made_of, _CHAIN)))
 
 
 def closed_over(functions: Iterable[Any]) -> list[Any]:
     """``functions`` and what they close over, nearest first, up to containers."""
-    return walk(functions, _closed_over, _CHAIN)
+    return walk(functions, _parts_unless_container, _CHAIN)
 
 
-def _made_of(value: Any) -> Collection[Any]:
+def _parts_or_entries(value: Any) -> Collection[Any]:
     if type(value) not in MUTABLE_CONTAINERS:
-        return _closed_over(value)
+        return _parts_unless_container(value)
     if len(value) > MAX_ENTRIES:
         return ()
     return [*value, *value.values()] if isinstance(value, dict) else value
 
 
-def _closed_over(value: Any) -> Collection[Any]:
+def _parts_unless_container(value: Any) -> Collection[Any]:
     if type(value) in MUTABLE_CONTAINERS:
         return ()
     parts = parts_of(value)

@@ -36,8 +36,8 @@ from scatterpar.replicas.refused_modules import refuse_uncopied
 
 # A buffer that differed in so many comparisons in a row changes in each step. In one of
 # so many comparisons it is asked again.
-_CHANGES = 2
-_COMPARISONS = 16
+_DIFFERENCES_IN_A_ROW = 2
+_COMPARISONS_PER_READING = 16
 # By number of the tensors that are compared: all of their words, or samples.
 _Compared = dict[int, Reading]
 
@@ -76,9 +76,9 @@ class Broadcast:
     whose versions every commit changes. Running statistics differ in each step: the
     host would wait for an answer that it knows.
 
-    The owner of a tensor, in ``update`` the master, sends it message by message. Every
-    device that has a message sends it on, in the reverse order of ``tree_pairs``. If
-    there is much to send, it goes along a chain instead (``relay``).
+    The owner of a tensor, in ``send_changed`` the master, sends it message by message.
+    Every device that has a message sends it on, in the reverse order of ``tree_pairs``.
+    If there is much to send, it goes along a chain instead (``relay``).
 
     Attributes:
         contents: the module's contents that were sent.
@@ -119,7 +119,7 @@ class Broadcast:
         }
         self._comparisons = 0
         # In how many comparisons in a row a buffer differed, by its number.
-        self._changes: dict[int, int] = {}
+        self._differences: dict[int, int] = {}
         self.invalidate()
 
     def adopt(
@@ -173,7 +173,7 @@ class Broadcast:
 
     def expect_no_change(self) -> None:
         """Compare all buffers again: forward passes in another mode write others."""
-        self._changes.clear()
+        self._differences.clear()
 
     def compare(self) -> CopyComparison:
         """Compare tensors that may have changed with their copies.
@@ -185,16 +185,17 @@ class Broadcast:
         present = versions(self._tensors)  # before the values are read
         self._comparisons += 1
         reads_all = is_look_step(self._comparisons)
-        asks_all = not self._comparisons % _COMPARISONS
+        asks_all = not self._comparisons % _COMPARISONS_PER_READING
         compared: _Compared = {}
         for number, sent in self._sent.items():
             is_as_sent = sent == present[number]
-            changes = self._changes.get(number, 0) >= _CHANGES and not asks_all
+            in_a_row = self._differences.get(number, 0)
+            differs_again = in_a_row >= _DIFFERENCES_IN_A_ROW and not asks_all
             reading = Reading.NOTHING
             if number in self._large:
                 reading = self._large[number].reading(is_as_sent, reads_all)
             # A small one is cheap to read, so its version need not be believed.
-            elif is_as_sent or not (number in parameters or changes):
+            elif is_as_sent or not (number in parameters or differs_again):
                 reading = Reading.ALL
             if reading is not Reading.NOTHING:
                 compared[number] = reading
@@ -212,7 +213,7 @@ class Broadcast:
         differences = master.differences(copies)
         return CopyComparison(present, compared, master, differences)
 
-    def update(self, transfers: Transfers, comparison: CopyComparison) -> None:
+    def send_changed(self, transfers: Transfers, comparison: CopyComparison) -> None:
         """Send the master's values of changed tensors, after ``compare``."""
         if not self._copies:
             return
@@ -223,14 +224,14 @@ class Broadcast:
             differing = set(compress(owners, to_numbers(comparison.differences)))
             unchanged = comparison.compared.keys() - differing
             for number in comparison.compared.keys() - set(self.parameters):
-                changes = self._changes.get(number, 0) + 1
-                self._changes[number] = changes if number in differing else 0
+                in_a_row = self._differences.get(number, 0) + 1
+                self._differences[number] = in_a_row if number in differing else 0
             for number in differing.intersection(self._large):
                 if self._sent[number] == present[number]:
                     self._large[number].is_silent = True
         changed = set(range(len(self._tensors))) - unchanged
         self.invalidate()  # until all are sent
-        self._send(self.memories[0], changed, transfers)
+        self._send_from(self.memories[0], changed, transfers)
         # Last: if a copy failed, all are sent again.
         self._sent = dict(enumerate(present))
         self._last = comparison
@@ -241,7 +242,7 @@ class Broadcast:
         """Send the tensors that were sent with another version than the ``present``
         one, and those of ``unseen``, whose versions do not tell.
 
-        No value is read, as ``compare`` does. After a first ``update``.
+        No value is read, as ``compare`` does. After a first ``send_changed``.
         """
         if not self._copies:
             return
@@ -253,7 +254,7 @@ class Broadcast:
             return
         sent = self._sent
         self.invalidate()  # until all are sent
-        self._send(self.memories[0], changed, transfers)
+        self._send_from(self.memories[0], changed, transfers)
         self._sent = sent | {number: present[number] for number in changed}
 
     def _fingerprints(self, device: torch.device, compared: _Compared) -> Fingerprints:
@@ -264,21 +265,23 @@ class Broadcast:
             words[number] = sample(tensors[number]) if is_sampled else tensors[number]
         return Fingerprints(words, device)
 
-    def send(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
+    def send_owned(
+        self, owners: Mapping[int, torch.device], transfers: Transfers
+    ) -> None:
         """Copy new values from their owner's memory to all others, also to the
         master's.
 
-        If it fails, the next ``update`` sends the master's values of all tensors.
+        If it fails, the next ``send_changed`` sends the master's values of all tensors.
         """
         sent = self._sent
         self.invalidate()
         for memory in self.memories:
             owned = {number for number, owner in owners.items() if owner == memory}
-            self._send(memory, owned, transfers)
+            self._send_from(memory, owned, transfers)
         present = versions(self._tensors)
         self._sent = sent | {number: present[number] for number in owners}
 
-    def _send(
+    def _send_from(
         self, owner: torch.device, numbers: Set[int], transfers: Transfers
     ) -> None:
         """Send the owner's tensors with these numbers, each message to all before the

@@ -6,7 +6,7 @@ They keep ``weight`` as an attribute, which each forward pass sets anew::
     weight_g * weight_v / norm(weight_v) weight norm
 
 Here no forward pass of the user's module does, but later masks, for example, are
-chosen by that attribute. So it is set whenever replicas are refreshed, as a forward
+chosen by that attribute. So it is set whenever replicas are updated, as a forward
 pass would.
 """
 

@@ -105,8 +105,8 @@ class LargeCopy(Freshness):
         self._versions: tuple[int, int] | None = None
         self._source = source
 
-    def refresh(self) -> None:
-        """Copy the source."""
+    def copy_source(self) -> None:
+        """Copy the source's values."""
         write(self.copy, self._source)
         self._versions = self._present_versions()
 

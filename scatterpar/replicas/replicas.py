@@ -323,15 +323,15 @@ class ReplicaSet:
 
         Call it under ``torch.no_grad()``.
         """
-        # Before the replicas refresh their buffers from these copies.
-        self.broadcast.update(transfers, comparison)
+        # Before the replicas copy their buffers from these.
+        self.broadcast.send_changed(transfers, comparison)
         self._sends_in_mode += 1
         self.sends += 1
         reads_all = is_look_step(self._sends_in_mode)
         for replica in self.replicas:
             for large in replica.large:
                 large.reads_all = reads_all
-            replica.refresh()
+            replica.reset()
 
     def exchanges_statistics(self) -> bool:
         """Whether one of its ``nn.SyncBatchNorm`` layers is in training mode."""
@@ -535,7 +535,7 @@ class Replica(ModuleCopy):
         modules: the copies of the modules, in the order of the user's.
         records: what batch normalisation has recorded in this step.
         seat: where its synchronised batch normalisation meets that of other replicas.
-        state: its containers, and which tensors require grad, as of the last refresh.
+        state: its containers, and which tensors require grad, as of the last ``reset``.
     """
 
     def __init__(self, replica_set: ReplicaSet, device: torch.device) -> None:
@@ -555,7 +555,7 @@ class Replica(ModuleCopy):
         self.large: list[LargeCopy] = []
         self._own: list[int] = []  # both kinds, by number
         self._source_of: dict[int, Tensor] = {}
-        self._own_versions: Sequence[int]  # as of the last refresh
+        self._own_versions: Sequence[int]  # as of the last ``reset``
         for number, tensor in enumerate(self.tensors):
             source = sources[number]
             if storages[number] is source:  # a parameter in shared memory
@@ -569,7 +569,7 @@ class Replica(ModuleCopy):
                 self._sources.append(source)
         self._own_tensors = [self.tensors[number] for number in self._own]
         self._own_versions = [-1] * len(self._own)
-        # Cut once: ``refresh`` puts exchanged storages back, so shapes stay.
+        # Cut once: ``reset`` puts exchanged storages back, so shapes stay.
         self._messages = messages(dict(enumerate(self._private)))
         super().__init__(replica_set.contents, self.tensors, replica_set.compiler)
         self.modules = [self.copy_of(module) for module in replica_set.modules]
@@ -583,7 +583,7 @@ class Replica(ModuleCopy):
         )
         self._slots: Sequence[Slot] = replica_set.slots.all
 
-    def refresh(self) -> None:
+    def reset(self) -> None:
         """Undo what a forward pass rebound, and copy the sources' buffers.
 
         Of large buffers those that may have changed.
@@ -593,7 +593,7 @@ class Replica(ModuleCopy):
         ``requires_grad``.
         """
         # Mostly nothing was rebound, and the question is cheap.
-        if not self.is_as_refreshed():
+        if not self.is_as_reset():
             for tensor, storage in self._places:
                 if not tensor.is_set_to(storage):
                     tensor.data = storage
@@ -603,18 +603,18 @@ class Replica(ModuleCopy):
         copy_each(self._private, self._sources, self._messages)
         for large in self.large:
             if large.find_difference():
-                large.refresh()
+                large.copy_source()
         self._own_versions = versions(self._own_tensors)
         self.clear_records()
 
-    def refresh_written(
+    def reset_written(
         self, changed: Set[int], *, reads_values: bool, was_called: bool
     ) -> None:
         """Undo what a forward pass rebound, if it ``was_called``, and copy the sources
         of buffers.
 
         Copied are those of ``changed``, by number, and those that the replica has
-        written; with ``reads_values`` all, as by ``refresh``. A graph that has saved a
+        written; with ``reads_values`` all, as by ``reset``. A graph that has saved a
         buffer stays valid.
         """
         is_same = not was_called or self.state.unchanged()
@@ -638,14 +638,14 @@ class Replica(ModuleCopy):
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         with version_counters_kept(own):
-            for number, tensor, now, refreshed in zip(
+            for number, tensor, now, at_reset in zip(
                 self._own, own, present, self._own_versions, strict=True
             ):
-                is_written = number in changed or now != refreshed
+                is_written = number in changed or now != at_reset
                 if id(tensor) in large:
                     of_large = large[id(tensor)]
                     if is_written or (reads_values and of_large.find_difference()):
-                        of_large.refresh()
+                        of_large.copy_source()
                 elif is_written or reads_values:
                     targets.append(tensor)
                     sources.append(self._source_of[number])
@@ -672,7 +672,7 @@ class Replica(ModuleCopy):
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
-        """In the body, the replica begins as it was after the last refresh.
+        """In the body, the replica begins as it was after the last ``reset``.
 
         Then its present state is restored: the registered buffers, the values of
         private tensors, and the records. A graph that has saved private tensors, such
@@ -687,16 +687,16 @@ class Replica(ModuleCopy):
             with torch.inference_mode(False), torch.no_grad():
                 private = list(self._private)
                 for large in self.large:
-                    # Others are not overwritten by the body's own refresh.
+                    # Others are not overwritten by the body's own ``reset``.
                     if large.find_difference():
                         private.append(large.copy)
                 saved = list(map(Tensor.clone, private))
-                self.refresh()
+                self.reset()
 
             def restore() -> None:
                 with torch.inference_mode(False), torch.no_grad():
-                    self.refresh()
-                    # After ``refresh``, which puts the storages back that the body
+                    self.reset()
+                    # After ``reset``, which puts the storages back that the body
                     # exchanged.
                     copy_each(private, saved)
                 registered.restore()
@@ -705,15 +705,15 @@ class Replica(ModuleCopy):
                 yield
 
     def exchanged(self) -> set[int]:
-        """The ``id`` of tensors with another storage than after the last refresh."""
+        """The ``id`` of tensors with another storage than after the last ``reset``."""
         return {
             id(tensor)
             for tensor, storage in self._places
             if not tensor.is_set_to(storage)
         }
 
-    def is_as_refreshed(self) -> bool:
-        """Whether forward passes have rebound nothing since the last refresh."""
+    def is_as_reset(self) -> bool:
+        """Whether forward passes have rebound nothing since the last ``reset``."""
         return self.state.unchanged() and all(starmap(Tensor.is_set_to, self._places))
 
     def set_requires_grad(self, slots: Sequence[Slot]) -> None:

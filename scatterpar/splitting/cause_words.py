@@ -72,7 +72,7 @@ def _words(finding: Finding, results: SplitResults) -> Words:
     if finding.factor is not None:
         return _factor_in_words(finding, finding.factor, results)
     if finding.weights is not None:
-        return _weights_in_words(finding, finding.weights, results)
+        return _words_of_weights(finding, finding.weights, results)
     if finding.growth is not None:
         return _once_per_part(finding.growth, results)
     if finding.count is not None:
@@ -314,7 +314,7 @@ _REPEATED = (
 )
 
 
-def _weights_in_words(
+def _words_of_weights(
     finding: Finding, weights: Weights, results: SplitResults
 ) -> Words:
     """The gradient is a sum of those of the parts, with other weights than right."""

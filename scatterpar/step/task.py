@@ -118,7 +118,7 @@ class ReplicaTask:
 
     @contextlib.contextmanager
     def isolated(self, generators: Generators) -> Iterator[None]:
-        """In the body, the task's replicas start in the state of the last refresh.
+        """In the body, the task's replicas start as after the last ``reset``.
 
         Afterwards their present state and that of the replica's generators is restored,
         but not their gradients.

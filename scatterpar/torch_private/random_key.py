@@ -93,13 +93,13 @@ def register_random_kernels(
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_DISPATCH_KEY)
     for name, operator in torch._ops._higher_order_ops.items():
         if name in _TRACING:
-            operator.py_impl(_DISPATCH_KEY)(partial(_refuse, operator))
+            operator.py_impl(_DISPATCH_KEY)(partial(_refuse_operator, operator))
         else:
             operator.fallthrough(_DISPATCH_KEY)
     return fallback, operators
 
 
-def _refuse(operator: Any, *args: Any, **kwargs: Any) -> Any:
+def _refuse_operator(operator: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse to run an operator that traces."""
     if dispatch_modes():  # torch.compile traces it, which has a lock
         with random_key_off():

@@ -15,12 +15,12 @@ from typing import Any
 
 from scatterpar.torch_private.settings import ForAllThreads
 
-_is_look = ContextVar("is_look", default=False)
+_within_look = ContextVar("within_look", default=False)
 
 
 def is_look() -> bool:
     """Whether a look calls the present function, whose calls leave nothing."""
-    return _is_look.get()
+    return _within_look.get()
 
 
 @contextlib.contextmanager
@@ -30,12 +30,12 @@ def records_dropped() -> Iterator[None]:
     Other threads of the process log as ever.
     """
     # A context variable: a look of one thread is none of another's.
-    token = _is_look.set(True)
+    token = _within_look.set(True)
     try:
         with _handlers_called_by_steps_alone:
             yield
     finally:
-        _is_look.reset(token)
+        _within_look.reset(token)
 
 
 @ForAllThreads

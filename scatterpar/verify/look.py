@@ -296,7 +296,7 @@ class ReplicaLook:
         parts, weights = weighted_parts(request, chosen)
         at_once = self._at_once(rows)
         # With one call per step each part is another replica's.
-        prepare = runs.user_code.refresh if self._has_one_call else None
+        prepare = runs.user_code.reset_replicas if self._has_one_call else None
         try:
             in_parts = runs.run(parts, weights=weights, prepare=prepare)
         except Exception as error:

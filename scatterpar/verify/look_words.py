@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.step.request import LossCandidate
-from scatterpar.tables import shown
+from scatterpar.tables import shortened
 from scatterpar.verify.look_request import LookRequest
 from scatterpar.verify.verdicts import RETURN, Verdict, in_lines
 
@@ -37,7 +37,7 @@ def turns_are_taken(look_request: LookRequest) -> str:
 def state_is_moved(look_request: LookRequest, names: Sequence[str]) -> str:
     """Sub-steps move state with these ``names``."""
     return in_lines(
-        f"forward passes move {shown(', '.join(names))}: at each sub-step, and on "
+        f"forward passes move {shortened(', '.join(names))}: at each sub-step, and on "
         "each replica apart; attributes have your values in the next step.",
         "Move it once per step, outside of forward, or keep it in a buffer and "
         "train with one sub-step; let a criterion see all rows "

@@ -115,7 +115,7 @@ class UserCode:
             # Before state is saved, too, and put back after it.
             self._undo.callback(self._wider.narrow)
             self._wider.widen()
-            self._undo.callback(self.refresh)  # after the user's values are back
+            self._undo.callback(self.reset_replicas)  # after the user's values are back
             self._flags = [
                 (leaf, leaf.requires_grad)
                 for leaf in self._own_leaves()
@@ -203,15 +203,15 @@ class UserCode:
         for journal in self.journals:
             journal.restore()
         self._restore_flags()
-        self.refresh()
+        self.reset_replicas()
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def reset_replicas(self) -> None:
         """Undo what user code has changed in replicas."""
         for replica in self._task.replicas:
-            replica.refresh()
-        self._wider.widen()  # a refresh puts a replica's tensors back
-        self._switch_layers(False)  # a refresh copies the user's switches
+            replica.reset()
+        self._wider.widen()  # a reset puts a replica's tensors back
+        self._switch_layers(False)  # a reset copies the user's switches
         torch.clear_autocast_cache()  # it may hold parameters without a graph
 
     def restore_generators(self) -> None:

@@ -399,7 +399,7 @@ def _unknown(results: LookResults, _: Finding) -> Verdict:
 
 
 # Results that may differ: the program is right.
-_RIGHT = CauseKind.UNREPEATABLE, CauseKind.NUMBERS_PER_PART
+_CAUSES_OF_RIGHT_STEPS = CauseKind.UNREPEATABLE, CauseKind.NUMBERS_PER_PART
 _WORDS = {
     CauseKind.GRADIENT_OF_NO_LOSS: gradient_of_no_loss,
     CauseKind.WRONG_WITH_ONE_PART: _wrong_on_the_replica,
@@ -417,7 +417,7 @@ def verdict_of(results: LookResults) -> Verdict:
         return _other_weights(results, finding.weights)
     if finding.kind is CauseKind.ROUNDING:
         return replace(RIGHT, rests_on_rows=results.rests_on_rows)
-    if finding.kind in _RIGHT:
+    if finding.kind in _CAUSES_OF_RIGHT_STEPS:
         return RIGHT
     words = _WORDS.get(finding.kind, _unknown)
     return words(results, finding)

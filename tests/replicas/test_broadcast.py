@@ -36,7 +36,7 @@ def sent(broadcast):
     """The bytes that an update sends."""
     transfers = Transfers()
     with torch.no_grad():
-        broadcast.update(transfers, broadcast.compare())
+        broadcast.send_changed(transfers, broadcast.compare())
     return transfers.bytes["replicate"]
 
 
@@ -66,7 +66,7 @@ def changed_in(broadcast, module, steps):
         comparison = broadcast.compare()
         compared.append(len(comparison.compared))
         with torch.no_grad():
-            broadcast.update(Transfers(), comparison)
+            broadcast.send_changed(Transfers(), comparison)
         assert_everywhere(broadcast, module)
     return compared
 
@@ -168,7 +168,7 @@ def test_owners_send_to_all_others(broadcast, module):
     transfers = Transfers()
     with torch.no_grad():
         broadcast.at(DEVICES[2])[0].fill_(7)
-        broadcast.send({0: DEVICES[2]}, transfers)
+        broadcast.send_owned({0: DEVICES[2]}, transfers)
     assert transfers.bytes["replicate"] == 2 * 16
     assert module.weight.tolist() == [7.0] * 4
     assert_everywhere(broadcast, module)

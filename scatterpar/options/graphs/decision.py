@@ -25,7 +25,7 @@ from scatterpar.log import logger
 # How often a captured sub-step may turn out to be another one, and one more for each so
 # many steps in which it was not: a value that changes once per epoch is no reason to
 # give up.
-_CHANGES = 4
+_FREE_CHANGES = 4
 _STEPS_PER_CHANGE = 16
 # Steps in a row in which devices waited for the host, before a capture.
 _STEPS_OF_WAITING = 3
@@ -133,7 +133,7 @@ class Decision:
     def changed(self, where: str) -> None:
         """A tape was not that of the capture."""
         self._changes += 1
-        allowed = _CHANGES + self._steps_without_change // _STEPS_PER_CHANGE
+        allowed = _FREE_CHANGES + self._steps_without_change // _STEPS_PER_CHANGE
         if self._changes > allowed:
             self.refuse(
                 f"something changes from step to step: {where}. Make it a tensor that "

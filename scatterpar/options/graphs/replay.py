@@ -54,7 +54,7 @@ from scatterpar.step.substeps import (
     set_aside,
 )
 from scatterpar.step.task import ReplicaTask
-from scatterpar.tables import shown
+from scatterpar.tables import shortened
 from scatterpar.torch_private.compiler import compiled_calls
 from scatterpar.torch_private.graphs import (
     capturing_on,
@@ -191,14 +191,14 @@ class GraphedSubsteps(Substeps):
             self._refuse(tape.obstacle)
         elif words := self._moved_on_host(state):
             self._refuse(f"or the criterion {words}")
-        elif not all(replica.is_as_refreshed() for replica in self._task.replicas):
+        elif not all(replica.is_as_reset() for replica in self._task.replicas):
             self._refuse(
                 "keeps something on the module that is no buffer written in place"
             )
         elif journal is not None and (moved := journal.moved()):
             self._refuse(
                 f"or the criterion writes or takes from what a replay leaves as it is: "
-                f"{shown(moved)}"
+                f"{shortened(moved)}"
             )
         elif graph.tapes and (where := difference(graph.tapes[-1], tape)):
             self._start_again(graph, where)

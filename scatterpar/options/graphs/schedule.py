@@ -39,14 +39,14 @@ from scatterpar.torch_private.compiler import CompileFn
 _FEWEST_SUBSTEPS = 2
 
 
-_REMEDIES = (
+_HELP_IF_DEVICES_WAIT = (
     "devices wait for the host here; what helps: fewer and larger sub-steps, "
     "compile=True, a Python without the GIL, or two processes with half of the devices "
     "each, or more (python -m scatterpar doctor says how many for a small network)"
 )
 
 
-_OUT_OF_MEMORY = "memory ran out with them"
+_NO_MEMORY_FOR_GRAPHS = "memory ran out with them"
 
 
 _COMPILED = "a compiled module runs either compiled or captured"
@@ -105,7 +105,7 @@ class Captured(Schedule):
                 self._times = _times_of(attempt, computed)
             if self._has_given_up:  # and there is enough memory without them
                 self._has_given_up = False
-                self._decision.refuse(_OUT_OF_MEMORY)
+                self._decision.refuse(_NO_MEMORY_FOR_GRAPHS)
             return computed
         self._decision.steps += 1
         num_hooks = _num_hooks(attempt.replicas.of_model.root)
@@ -149,7 +149,7 @@ class Captured(Schedule):
             self._decision.changed(str(error))
         elif is_out_of_memory(error) and has_graphs and not had_graphs:
             # Graphs are the first memory to give up.
-            self._pause = _OUT_OF_MEMORY
+            self._pause = _NO_MEMORY_FOR_GRAPHS
             self._has_given_up = True
         else:
             return False
@@ -201,7 +201,7 @@ class Captured(Schedule):
     def _told(self, why: str) -> str:
         """Why there are no graphs, and what else helps if devices wait; told once."""
         if self._decision.devices_wait() and not self._decision.is_asked:
-            why = f"{why}; {_REMEDIES}"
+            why = f"{why}; {_HELP_IF_DEVICES_WAIT}"
         self._decision.tell(why)
         return why
 

@@ -325,7 +325,7 @@ class Tape(OperatorMode):
             elif value is not None:
                 self._add_values((value,))
         if is_on_host and self._has_host:
-            self._host_results += _tensors([result])
+            self._host_results += _tensors_of_operator([result])
             self._note_device_results(result)
 
     # --- what a graph cannot repeat ---
@@ -334,7 +334,7 @@ class Tape(OperatorMode):
         """Note tensors on the host, unless all results are there: the device has
         computed them.
         """
-        tensors = _tensors([result])
+        tensors = _tensors_of_operator([result])
         on_host = {tensor.data_ptr() for tensor in tensors if tensor.is_cpu}
         if len(on_host) < len(tensors):
             self._of_device |= on_host
@@ -353,7 +353,7 @@ class Tape(OperatorMode):
     def _refuse_value(self, function: Any, args: Sequence[Any]) -> None:
         """See whether an operator waits for values of the device."""
         is_of_device = not self._has_host or any(
-            not tensor.is_cpu for tensor in _tensors(args)
+            not tensor.is_cpu for tensor in _tensors_of_operator(args)
         )
         indices = (
             [] if function is not _INDEX else [i for i in args[1] if i is not None]
@@ -436,10 +436,10 @@ class _RecordedCall:
         self._function = function
         self._args = [_named_if_generator(value) for value in args]
         self._kwargs = {name: _named_if_generator(kwargs[name]) for name in kwargs}
-        sources = set(map(_storage, _tensors([*args, *kwargs.values()])))
+        sources = set(map(_storage, _tensors_of_operator([*args, *kwargs.values()])))
         # ``None`` for a tensor that shares memory with an argument.
         self._targets: list[Tensor | None] = []
-        for tensor in _tensors([result]):
+        for tensor in _tensors_of_operator([result]):
             self._targets.append(None if _storage(tensor) in sources else tensor)
         # A view stays a view.
         is_view = all(target is None for target in self._targets)
@@ -452,7 +452,9 @@ class _RecordedCall:
         args = map(_present, self._args)
         kwargs = {name: _present(self._kwargs[name]) for name in self._kwargs}
         result = self._function(*args, **kwargs)
-        for target, tensor in zip(self._targets, _tensors([result]), strict=True):
+        for target, tensor in zip(
+            self._targets, _tensors_of_operator([result]), strict=True
+        ):
             if target is not None:
                 write(target, tensor)
 
@@ -475,14 +477,14 @@ def _is_of_replica(generator: torch.Generator) -> bool:
     return id_of_generator(generator) in map(id_of_generator, of_replica)
 
 
-def _tensors(values: Sequence[Any]) -> list[Tensor]:
+def _tensors_of_operator(values: Sequence[Any]) -> list[Tensor]:
     """The tensors among the arguments or results of an operator."""
     tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            tensors += _tensors(value)
+            tensors += _tensors_of_operator(value)
     return tensors
 
 
@@ -573,7 +575,7 @@ def difference(before: Tape, now: Tape) -> str:
     operator = _operator_at(now, place)
     if old is _END or isinstance(old, _OpOverload) or new is operator:
         return f"{operator} runs now"
-    return f"{operator} gets {_shown(new)}, and got {_shown(old)}"
+    return f"{operator} gets {_entry_in_words(new)}, and got {_entry_in_words(old)}"
 
 
 def _operator_at(tape: Tape, place: int) -> Any:
@@ -584,7 +586,7 @@ def _operator_at(tape: Tape, place: int) -> Any:
     return "the first operator"
 
 
-def _shown(value: Any) -> str:
+def _entry_in_words(value: Any) -> str:
     """An entry, in words."""
     if isinstance(value, str) and value.lstrip("-").startswith("0x"):
         return str(float.fromhex(value))
@@ -592,13 +594,13 @@ def _shown(value: Any) -> str:
         if isinstance(value[-1], bytes):
             return "another value"
         if type(value[0]) is torch.Size:
-            return _shown_view(*value)
+            return _view_in_words(*value)
     if isinstance(value, tuple) or type(value) is int:
         return "another tensor or number"
     return str(value)
 
 
-def _shown_view(
+def _view_in_words(
     shape: torch.Size,
     strides: tuple[int, ...],
     dtype: torch.dtype,

@@ -22,7 +22,7 @@ _HELP = f"""{_USAGE}
            on the included ones, half a minute on two cores
   doctor   what this machine has, whether copies between its devices arrive intact, and
            whether a step is exact
-  demo     one batch, accumulated by hand, refused, and counted"""
+  demo     one batch, accumulated by hand and by the engine, and what each copies"""
 _MODULES = {
     "train": "train",
     "doctor": "checkup.doctor",

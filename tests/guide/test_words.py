@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterator
 
@@ -49,6 +50,23 @@ def odd_words(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_page_has_the_words_of_the_field(page):
     assert not odd_words(prose(page))
+
+
+def test_latest_changes_have_the_words_of_the_field():
+    _, latest, *_ = read("CHANGELOG.md").split("\n## ")
+    assert not odd_words(latest)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("notebooks/*.ipynb")), ids=lambda path: path.stem
+)
+def test_notebook_has_the_words_of_the_field(path):
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    texts = [
+        "".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"
+    ]
+    assert texts
+    assert not odd_words("\n".join(texts))
 
 
 def test_errors_have_the_words_of_the_field():

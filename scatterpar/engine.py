@@ -145,6 +145,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         accumulate_dtype: gradients of sub-steps, replicas and ranks are added in this
             floating-point dtype, if theirs is not wider, such as ``torch.float32`` for
             parameters in bfloat16. The sum is rounded once, to the dtype of ``.grad``.
+            In a call with a graph it holds for the gradients of all replicas except the
+            first, which autograd adds to ``.grad``.
         compile: ``True`` or a dict of ``torch.compile``'s keywords: replicas run
             compiled, and the module itself is not changed. They do, too, if it was
             compiled, as a whole or in parts.

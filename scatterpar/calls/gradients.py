@@ -249,7 +249,7 @@ class CallGradients:
         if of_pass is None:  # of a checkpoint inside of a replica
             *_, around = self._passes.values()
             self._keep(around.arrived, arrived, bucket.tensors)
-            return [None] * (count * len(self.blocks))
+            return self._nothing_yet(bucket, gradients)
         if of_pass.is_selected:
             if not of_pass.is_synced:
                 raise RuntimeError(_PARTLY_SELECTED)
@@ -259,13 +259,28 @@ class CallGradients:
             self.forget_dropped()
         if not of_pass.is_synced:
             self._keep(of_pass.arrived, arrived, bucket.tensors)
-            return [None] * (count * len(self.blocks))
+            return self._nothing_yet(bucket, gradients)
         for waiting, of_replica in zip(self._waiting, arrived, strict=True):
             for tensor in bucket.tensors:
                 earlier = waiting.pop(id(tensor), None)
                 if earlier is not None:
                     _plus_in(of_replica, id(tensor), earlier)
         return self._sums(bucket, arrived)
+
+    def _nothing_yet(
+        self, bucket: _Bucket, gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """What the user's tensors get if all that has arrived waits."""
+        nothing: list[Tensor | None] = [None] * (len(bucket.tensors) * len(self.blocks))
+        (tensor, *others) = bucket.tensors
+        arrived = next(gradient for gradient in gradients if gradient is not None)
+        # Autograd calls a hook without a gradient, too, and hooks do not expect that. A
+        # tensor with hooks has a node of its own.
+        if not others and _HOOKS(tensor):
+            nothing[0] = torch.zeros_like(
+                arrived, dtype=tensor.dtype, device=tensor.device
+            )
+        return nothing
 
     def _sums(self, bucket: _Bucket, by_replica: ByReplica) -> list[Tensor | None]:
         """For each block of the tree the sums of its replicas, on the master.
@@ -495,7 +510,7 @@ class CallGradients:
     def _tell_of_parts(self) -> None:
         if self._told.mark("parts"):
             warn(
-                "hooks on parameters run twice, each time with a part of the gradient: "
+                "hooks on parameters run more than once, with parts of the gradient: "
                 "for what reentrant checkpoints inside of the module compute, and for "
                 "parameters that only passes inside of no_sync() have used; with "
                 "checkpoint(…, use_reentrant=False) they run once"

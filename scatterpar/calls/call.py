@@ -261,7 +261,9 @@ class Calls:
             division = Division(plan, options.dim, transfers, gradients)
             self._refuse_synchronised(plan)
             generators = Generators([share.device for share in plan.shares])
-            threads = ReplicaThreads(self._workers, plan.shares, generators)
+            threads = ReplicaThreads(
+                self._workers, plan.shares, generators, is_of_call=True
+            )
             # Such as a checkpoint's, which knows tensors by their order.
             if saved_tensors_hooks() is not None:
                 threads.widen(Scope.SUBSTEP)

@@ -143,7 +143,9 @@ class ReplicasOfCall:
         return self.replica_set.replicas[1:count]
 
     def restore_buffers(self) -> None:
-        """Restore the attributes of the user's modules, and the values of buffers."""
+        """Restore the attributes of the user's modules, which of their tensors require
+        grad, and the values of buffers.
+        """
         replica_set = self.replica_set
         self._seen = (-1, -1)  # the next call reads all values
         registries: set[int] = set()
@@ -154,6 +156,10 @@ class ReplicasOfCall:
             if id(container) in registries:
                 container.clear()
                 container.update(saved)
+        for slot in replica_set.slots:
+            tensor = slot.tensor
+            if tensor.is_leaf and not tensor.is_inference():
+                tensor.requires_grad_(slot.is_trained)
         if not replica_set.replicas:
             return
         copies = replica_set.replicas[0].own_tensors()

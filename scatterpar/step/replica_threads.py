@@ -52,8 +52,13 @@ class ReplicaThreads:
         shares: Sequence[Share],
         generators: Generators,
         end_substep: Callable[[], None] = lambda: None,
+        *,
+        is_of_call: bool = False,
     ) -> None:
-        """``end_substep`` is called in a replica's thread after each sub-step."""
+        """``end_substep`` is called in a replica's thread after each sub-step.
+
+        Notes on errors of a call with a graph (``is_of_call``) name other remedies.
+        """
         self.workers = workers
         self.scope = Scope.NOTHING
         self.turns: TurnOrder | None = None
@@ -61,6 +66,7 @@ class ReplicaThreads:
         self._shares = shares
         self._generators = generators
         self._end_substep = end_substep
+        self._is_of_call = is_of_call
 
     def widen(self, scope: Scope) -> None:
         """From the next pass on, a turn includes at least this."""
@@ -95,7 +101,7 @@ class ReplicaThreads:
 
         def work(share: Share, item: _Item) -> _Result:
             start = time.perf_counter()
-            note = ReplicaNote(share)
+            note = ReplicaNote(share, is_of_call=self._is_of_call)
 
             def proceed(sub_step: int | None) -> None:
                 # Not before the first sub-step, which every replica runs.
@@ -202,6 +208,17 @@ _LESS_MEMORY = (
     "more sub-steps need less memory: a larger accum=, a smaller "
     'micro_batch_size=, or accum="auto"'
 )
+# A call keeps what all its rows have computed until the backward pass.
+_LESS_MEMORY_OF_CALL = (
+    "fewer rows per call need less memory: call several times, with all backward "
+    "passes except the last inside of no_sync(); or use torch.autocast, or "
+    "checkpoint(…, use_reentrant=False) in the module; or a step, "
+    "ScatterOnceParallel.forward_backward, with a larger accum="
+)
+_FROZEN_IN_CALL = (
+    "in a call the parameters of all replicas except the first are computed from "
+    "yours: set requires_grad before the call, or use parameter.detach() in forward"
+)
 
 
 class ReplicaNote(contextlib.AbstractContextManager["ReplicaNote"]):
@@ -211,8 +228,11 @@ class ReplicaNote(contextlib.AbstractContextManager["ReplicaNote"]):
         sub_step: the number of the sub-step that runs; ``None`` between sub-steps.
     """
 
-    def __init__(self, share: Share, sub_step: int | None = None) -> None:
+    def __init__(
+        self, share: Share, sub_step: int | None = None, *, is_of_call: bool = False
+    ) -> None:
         self._share = share
+        self._is_of_call = is_of_call
         self.sub_step = sub_step
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
@@ -240,8 +260,11 @@ class ReplicaNote(contextlib.AbstractContextManager["ReplicaNote"]):
             add_note(error, _OTHER_KEYS)
         if isinstance(error, TypeError) and _is_of_autotuner(error):
             add_note(error, _TUNING)
+        is_frozen = isinstance(error, RuntimeError) and _says(error, "requires_grad f")
+        if self._is_of_call and is_frozen:
+            add_note(error, _FROZEN_IN_CALL)
         if len(rows) > 1 and is_out_of_memory(error):  # one row cannot be divided
-            add_note(error, _LESS_MEMORY)
+            add_note(error, _LESS_MEMORY_OF_CALL if self._is_of_call else _LESS_MEMORY)
 
 
 def _says(error: BaseException, words: str) -> bool:

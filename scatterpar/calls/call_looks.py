@@ -261,7 +261,8 @@ def _ask(
     request = request.combined_by(known[0])
     replicas = Replicas([device], ReplicaOptions())
     attempt = Attempt(request, plan, replicas, call.workers)
-    ways = LossWays(_WAYS_OUT_OF_CALLS, list(candidates))
+    # Of state that replicas leave differently a call itself warns (``lost_state``).
+    ways = LossWays(_WAYS_OUT_OF_CALLS, list(candidates), tells_moved_state=False)
     open_request = LookRequest(attempt, request, None, True, known, ways)  # type: ignore[arg-type]
     if open_request.is_open_between(known):
         details = "open", kind.steps  # new in each call

@@ -45,10 +45,12 @@ class LossWays:
             arguments of ``forward_backward``.
         candidates: ways in which losses of parts may combine, the likeliest first. The
             first one that fits a few rows is taken. Empty: the request says how.
+        tells_moved_state: whether a look warns of state that calls of the module move.
     """
 
     remedies: str = ""
     candidates: Sequence[LossCandidate] = ()
+    tells_moved_state: bool = True
 
 
 @dataclass(frozen=True, eq=False)

@@ -191,7 +191,7 @@ class Verifier:
         effects = report.effects
         self._widen_turns(look_request, kind, effects.scope)
         moved = [name for name in effects.moved if name not in self._told]
-        if moved:
+        if moved and look_request.ways.tells_moved_state:
             self.warn(look_words.state_is_moved(look_request, moved), moved)
         if effects.lost:
             self.warn(look_words.tensor_was_not_saved(effects.lost[0]))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from harness.oracle import RELATIVE
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -36,11 +37,13 @@ class Program:
         make: makes the module.
         loss: the loss of some rows: ``loss(call, net, rows, labels)``.
         engine_alone: why the pair cannot run it.
+        relative: the rounding of gradients.
     """
 
     make: Callable[[], nn.Module] = mlp
     loss: Callable[..., Tensor] = cross_entropy
     engine_alone: str = ""
+    relative: float = RELATIVE
 
 
 class Own(nn.Module):
@@ -177,10 +180,11 @@ def _selected(call, net, rows, labels):
     return loss * of_weight.detach().norm()
 
 
-def _in_double(call, net, rows, labels):
+def _under_autocast(call, net, rows, labels):
+    net.float()
     with torch.autocast("cpu", torch.bfloat16):
         output = call(rows.float())
-    return F.cross_entropy(output.double(), labels)
+    return F.cross_entropy(output.float(), labels)
 
 
 def _returning(build):
@@ -417,6 +421,8 @@ PROGRAMS = {
     ),
     "left in a list": Program(FillsList, _reads_list, BY_ENGINE_ALONE),
     "a counter": Program(_counter),
+    # Gradients are rounded to bfloat16 in each replica.
+    "autocast": Program(mlp, _under_autocast, relative=0.02),
 }
 # Of the gradients of parameters by ``autograd.grad``: not inside of ``no_sync``.
 SELECTING = {

@@ -156,7 +156,7 @@ class ReplicasOfCall:
             if id(container) in registries:
                 container.clear()
                 container.update(saved)
-        for slot in replica_set.slots:
+        for slot in replica_set.slots.all:
             tensor = slot.tensor
             if tensor.is_leaf and not tensor.is_inference():
                 tensor.requires_grad_(slot.is_trained)

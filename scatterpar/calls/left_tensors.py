@@ -6,7 +6,8 @@
     self.hidden = hidden            in forward
 
 If they have rows, they are joined as outputs are, and what replica 0 has left in the
-user's module is replaced. Anything else there is replica 0's.
+user's module is replaced. Anything else there is replica 0's. So is a buffer that is
+state, without a graph: by chance it may have as many entries as there are rows.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def join_left_tensors(
     replica_set = replicas_of_call.replica_set
     others = replicas_of_call.others(len(division.rows))
     is_divided = len(division.rows) > 1
+    buffers = {id(module._buffers) for module in replica_set.modules}
     # Hooks of torch set these weights in each forward pass.
     known = {
         (id(vars(module)), name_of_computed(hook))
@@ -53,6 +55,8 @@ def join_left_tensors(
             if not isinstance(container, (dict, list)) or (id(container), key) in known:
                 continue
             if not is_divided or not any(_is_tensor(a) for a in nested.atoms(value)):
+                continue
+            if id(container) in buffers and not value.requires_grad:
                 continue
             values = [value, *_counterparts(number, key, others)]
             container[key] = _joined_or_first(values, key, division, told)

@@ -59,3 +59,36 @@ def test_created_module_is_refused_and_gone():
         assert not hasattr(net, "head")
         net(ROWS)
         engine(ROWS)
+
+
+def test_buffers_are_those_of_the_first_replica():
+    """Also where they have as many entries as there are rows."""
+
+    def forward(self, rows):
+        self.flags = ~self.flags
+        self.last = rows.clone()
+        return self.net(rows)
+
+    flags = torch.tensor([True, False, True, False])
+    net = build(lambda: Own(forward, net=mlp()))
+    net.register_buffer("flags", flags)
+    net.register_buffer("last", None)
+    with ScatterOnceParallel(net, device_ids=["cpu:0", "cpu:1"]) as engine:
+        engine(ROWS[:6])
+        assert torch.equal(net.last, ROWS[:3])
+        engine(ROWS)
+    assert torch.equal(net.flags, flags)
+    assert torch.equal(net.last, ROWS[:4])
+
+
+def test_buffer_with_a_graph_is_joined():
+    def forward(self, rows):
+        self.hidden = self.net[0](rows)
+        return self.net(rows)
+
+    net = build(lambda: Own(forward, net=mlp()))
+    net.register_buffer("hidden", None)
+    with ScatterOnceParallel(net, device_ids=["cpu:0", "cpu:1"]) as engine:
+        engine(ROWS)
+    assert net.hidden.requires_grad
+    assert_close(net.hidden.detach(), net.net[0](ROWS).detach(), "hidden")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from scatterpar.calls.division import Division, are_divided_alike
 from scatterpar.calls.replicas_of_call import ReplicasOfCall
+from scatterpar.devices.copies import to_device
 from scatterpar.errors import Told, warn
 from scatterpar.look_steps import is_look_step
 from scatterpar.verify.moved_state import (
@@ -62,7 +63,8 @@ class LostState:
             state_of([root], has_same_rows=True)  # type: ignore[list-item]
             for root in (SimpleNamespace(root=replicas.root), replicas.others(2)[0])
         ]
-        self._lost = moved_between([_without_rows(first, second, division), second])
+        first = _without_rows(first, second, division)
+        self._lost = moved_between([first, _in_memories_of(first, second)])
 
     def tell(self) -> None:
         """The call has succeeded: warn of what was found."""
@@ -97,6 +99,24 @@ def _without_rows(first: State, second: State, division: Division) -> State:
             if not _are_rows(value, others.get(key), division)
         }
     return remaining
+
+
+def _in_memories_of(first: State, second: State) -> State:
+    """The state of the second replica, its tensors where those of the first one are."""
+    copied: State = {}
+    for name, contents in second.items():
+        of_first = first.get(name, {})
+        copied[name] = {
+            key: _in_memory_of(of_first.get(key), value)
+            for key, value in contents.items()
+        }
+    return copied
+
+
+def _in_memory_of(other: Any, value: Any) -> Any:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return to_device(value, other.device, copy=True)
+    return value
 
 
 def _are_rows(value: Any, other: Any, division: Division) -> bool:

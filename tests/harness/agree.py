@@ -29,7 +29,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.isolation import guarded
+from harness.isolation import Memories, guarded
 from harness.models import CLASSES, FEATURES
 from harness.oracle import (
     RELATIVE,
@@ -250,12 +250,14 @@ def guarded_by(runner, case, module, criterion, devices):
     modules = [module, *_heads(criterion)]
     master = torch.device(devices[0])
     devices_with_rows = {torch.device(device) for device in devices[: case.count]}
+    memories = Memories()  # of all steps: a module may cache what it has computed
 
     def step():
+        memories.checked.clear()
         with (
             runner(case, module, criterion, devices) as (unguarded_step, _),
             pytest.MonkeyPatch.context() as patch,
-            guarded(patch, *modules) as memories,
+            guarded(patch, *modules, memories=memories),
         ):
             loss = unguarded_step()
             results = [loss, *gradients_of(module)]

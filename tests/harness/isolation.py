@@ -125,12 +125,15 @@ def _make_operators():
 
 
 @contextlib.contextmanager
-def guarded(monkeypatch, *modules):
+def guarded(monkeypatch, *modules, memories=None):
     """Virtual devices are apart in the body; ``modules`` are in the memory of
     ``cpu:0``.
+
+    ``memories`` are those of an earlier body, whose tensors may still be used.
     """
     _make_operators()
-    memories = Memories()
+    if memories is None:
+        memories = Memories()
     master = torch.device("cpu:0")
     for module in modules:
         memories.claim([*module.parameters(), *module.buffers()], master)

@@ -12,7 +12,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from calls.programs import PROGRAMS, SELECTING, Program, cross_entropy
+from calls.programs import PROGRAMS, SELECTING, Own, Program, cross_entropy, mlp
 from devices.cards.test_accelerator import kind, moved, streams_of_the_users
 from harness.oracle import assert_gradients, build, gradients, randint, randn
 from torch import nn
@@ -229,3 +229,16 @@ def test_calls_on_other_streams_each_time(device_ids):
                 before = present
         torch.accelerator.current_stream(master).wait_stream(before)
     assert_same(net, [], plain, [])
+
+
+def test_constant_of_each_replica_is_not_told(device_ids):
+    """It has the same values on another accelerator."""
+
+    def forward(self, rows):
+        self.scale = rows.new_ones(6) * 2
+        return self.net(rows * self.scale)
+
+    net = build(lambda: Own(forward, net=mlp(), scale=None)).to(kind())
+    engine = ScatterOnceParallel(net, device_ids=device_ids)
+    with engine, warnings.catch_warnings(action="error"):
+        engine(ROWS.to(kind()))

@@ -218,9 +218,10 @@ def test_trial_gradients_freed_before_retry(devices):
         return within_budget(model, inputs)
 
     model = budget(3)
-    model.enter = nn.Linear(FEATURES, 13)  # no other test has a weight of this size
-    model.norm = nn.BatchNorm1d(13)
-    model.leave = nn.Linear(13, CLASSES)
+    # No other test has a tensor of this size, which may be freed between two tries.
+    model.enter = nn.Linear(FEATURES, 509)
+    model.norm = nn.BatchNorm1d(509)
+    model.leave = nn.Linear(509, CLASSES)
     model.double().function = forward
     options = {"device_ids": devices(1), "verify": False}
     with ScatterOnceParallel(model, "auto", **options) as engine:

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.copies import write
+from scatterpar.devices.copies import to_numbers, write
 from scatterpar.spans import Part
 from scatterpar.step.loss import loss_of
 from scatterpar.verify.moved_state import new_in, state_of
@@ -38,7 +38,8 @@ def state_that_begins(runs: Runs, rows: Part) -> list[str]:
     def loss_of_rows() -> float:
         runs.user_code.require_time()
         output = task.output_of(runs.inputs_of(rows))
-        return float(loss_of(output, runs.targets_of(rows), task.criterion).detach())
+        loss = loss_of(output, runs.targets_of(rows), task.criterion)
+        return float(to_numbers(loss))
 
     with runs.surroundings(task):
         buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.batch import nested
+from scatterpar.devices.copies import to_numbers
 from scatterpar.spans import Part
 from scatterpar.step.loss import loss_of
 from scatterpar.verify.moved_state import moved_between, state_of
@@ -51,7 +52,7 @@ def losses_of_parts(runs: Runs, output: Any, parts: Parts) -> list[Result]:
             copied = nested.map_tensors(copy_of_leaf, cut)
             loss = loss_of(copied, runs.targets_of(rows), task.criterion)
             runs.rounding.watch(loss)
-            results.append(Result(float(loss.detach()), _gradients_of(loss, tensors)))
+            results.append(Result(to_numbers(loss), _gradients_of(loss, tensors)))
     return results
 
 

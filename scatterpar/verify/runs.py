@@ -25,6 +25,7 @@ from torch import Tensor
 from scatterpar.batch import nested
 from scatterpar.batch.batch import Batch
 from scatterpar.batch.joining import join_rows
+from scatterpar.devices.copies import to_numbers
 from scatterpar.numerics.constant_numbers import ConstantNumbers
 from scatterpar.numerics.nudges import nudged
 from scatterpar.numerics.rounding import HALF_IN_KERNELS, SINGLE_IN_DOUBLE, Rounding
@@ -248,7 +249,9 @@ class Runs:
             # The weight is inside, because hooks may clamp gradients. It is multiplied:
             # for a gradient that it is given, torch imports sympy, in 0.3 s.
             gradients = self._gradients(loss * (scale * weight), task)
-        value = float(loss.detach()) * weight if weight else 0.0
+        # Read by ``devices/``: on accelerators the read raises errors of the user's
+        # kernels, which are no mistakes of a line here.
+        value = to_numbers(loss) * weight if weight else 0.0
         return Result(value, self.leaves.sums(gradients))
 
     def _gradients(self, loss: Tensor, task: ReplicaTask) -> Sequence[Tensor | None]:

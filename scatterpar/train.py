@@ -117,25 +117,15 @@ class Run:
             options, self.network, self.train_batches
         )
         model = WithNormalisation(self.network, self.data.mean, self.data.std)
-        devices = options.devices or default_devices()
-        self.engine = ScatterOnceParallel(
-            model.to(devices[0]),
-            device_ids=devices,
-            micro_batch_size=options.micro_batch_size,
-            buffers="batch",  # running statistics of all rows, not of micro-batches
-            check_finite=True,
-        )
+        self.engine = build_engine(options, model)
         self.criterion = nn.CrossEntropyLoss()  # a module: `train` adds a hook
-        # Without --amp-dtype autocast is off. Only float16 needs a scaler.
-        device_type = torch.device(devices[0]).type
-        dtype = getattr(torch, options.amp_dtype or "bfloat16")
-        is_mixed = options.amp_dtype is not None
-        self.autocast = torch.autocast(device_type, dtype, enabled=is_mixed)
-        self.scaler = torch.GradScaler(device_type, enabled=dtype == torch.float16)
+        device_type = self.engine.device_ids[0].type
+        self.autocast, self.scaler = mixed_precision(options.amp_dtype, device_type)
         # Saved, and compared if the run is resumed.
+        num_images = [self.train_batches.num_images, self.test_batches.num_images]
         self.must_match: dict[str, Any] = {
             "classes": self.data.classes,
-            "images": [self.train_batches.num_images, self.test_batches.num_images],
+            "images": num_images,
         }
         # Saved, and loaded if the run is resumed.
         self.stateful: dict[str, Any] = {
@@ -147,10 +137,7 @@ class Run:
         self.records: list[dict[str, float]] = []
         if checkpoint is not None:
             self._load(checkpoint)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"--output {self.folder}: {error.strerror}") from error
+        make_folder(self.folder)
 
     @property
     def epochs_done(self) -> int:
@@ -567,28 +554,34 @@ def open_data(options: argparse.Namespace) -> Data:
     timm = import_timm(f"--data {options.data}")
     train = open_reader(timm, options, options.train_split)
     test = open_reader(timm, options, options.val_split)
-    # If a folder lacks a part, timm reads the folder itself in its place. Data of a hub
-    # have no root.
-    roots = {options.data, train.root, test.root}
-    if train.root is not None and len(roots) < 3:
-        raise UsageError(f"--data {options.data}: it lacks a part; {LAYOUT}")
-    classes = list(train.class_to_idx)
-    if classes != list(test.class_to_idx) or len(classes) < 2:
-        raise UsageError(
-            f"--data {options.data}: its parts need the same classes, two at least; "
-            f"they have {classes!s:.200} and {list(test.class_to_idx)!s:.200}"
-        )
+    check_parts(options.data, train, test)
     config = image_config(timm, options)
     train_transform = build_transform(timm, options, config, is_training=True)
     test_transform = build_transform(timm, options, config, is_training=False)
     return Data(
         Pictures(train, train_transform, options.seed),
         Pictures(test, test_transform, options.seed),
-        classes,
+        list(train.class_to_idx),
         config["input_size"],
         mean=255 * torch.tensor(config["mean"]),
         std=255 * torch.tensor(config["std"]),
     )
+
+
+def check_parts(data: str, train: Any, test: Any) -> None:
+    """Refuse data without a part to test on, or with other classes there."""
+    # If a folder lacks a part, timm reads the folder itself in its place. Data of a hub
+    # have no root.
+    roots = {data, train.root, test.root}
+    if train.root is not None and len(roots) < 3:
+        raise UsageError(f"--data {data}: it lacks a part; {LAYOUT}")
+    classes = list(train.class_to_idx)
+    classes_of_test = list(test.class_to_idx)
+    if classes != classes_of_test or len(classes) < 2:
+        raise UsageError(
+            f"--data {data}: its parts need the same classes, two at least; "
+            f"they have {classes!s:.200} and {classes_of_test!s:.200}"
+        )
 
 
 def image_config(timm: Any, options: argparse.Namespace) -> dict[str, Any]:
@@ -867,6 +860,37 @@ def build_optimizer(
         start = rate / (warmup_steps + 1)
         scheduler = gradual_warmup(optimizer, warmup_steps, start, after=scheduler)
     return optimizer, scheduler
+
+
+def build_engine(options: argparse.Namespace, model: nn.Module) -> ScatterOnceParallel:
+    """Returns the engine of the model, which it moves to the first device."""
+    devices = options.devices or default_devices()
+    return ScatterOnceParallel(
+        model.to(devices[0]),
+        device_ids=devices,
+        micro_batch_size=options.micro_batch_size,
+        buffers="batch",  # running statistics of all rows, not of micro-batches
+        check_finite=True,
+    )
+
+
+def mixed_precision(
+    name: str | None, device_type: str
+) -> tuple[torch.autocast, torch.GradScaler]:
+    """Returns autocast and scaler for `--amp-dtype`; without it both are off."""
+    dtype = getattr(torch, name or "bfloat16")
+    autocast = torch.autocast(device_type, dtype, enabled=name is not None)
+    # Only float16 needs a scaler.
+    scaler = torch.GradScaler(device_type, enabled=dtype == torch.float16)
+    return autocast, scaler
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a run, unless it is there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--output {folder}: {error.strerror}") from error
 
 
 def import_timm(reason: str) -> Any:

@@ -72,7 +72,8 @@ class _Pass:
         is_selected: whether it computes the gradients of selected tensors, as
             ``autograd.grad`` does.
         arrived: gradients that wait when it has ended.
-        is_checked: whether it has been asked what the user has dropped.
+        is_checked: true once it has looked for what the user has dropped, at its first
+            bucket.
     """
 
     is_synced: bool
@@ -88,7 +89,8 @@ class _Mark:
     Attributes:
         gradient: the tensor.
         version: how often it was written.
-        is_changed: whether somebody else has written it by then.
+        is_changed: true once autograd finds that the user has written it, or has
+            assigned another one.
     """
 
     gradient: Tensor | None
@@ -110,8 +112,9 @@ class CallGradients:
 
     Attributes:
         sentinel: a leaf that all joined outputs depend on.
-        is_synced: whether backward passes add gradients to the user's parameters.
-        were_added: whether they did since this was last set to ``False``.
+        is_synced: whether backward passes add gradients to the user's parameters:
+            false in the body of ``no_sync``.
+        were_added: true from an addition until a call has read the parameters again.
         transfers: counts the copies of the next sums.
         streams: those of calls, on which gradients are added.
     """

@@ -72,7 +72,9 @@ class Ranks:
             )
         self._module = module
         self._accumulate_dtype = accumulate_dtype
-        # Whether all ranks raise what this rank raises, so that it needs no report.
+        # True while every rank raises what this rank raises, which reports nothing then.
+        # So it is from the exchange of a step's sums on until the next step begins, and
+        # while outputs are exchanged.
         self._error_is_common = False
         # As in "cpu:gloo,cuda:nccl".
         has_host_backend = "cpu:" in str(dist.get_backend_config(group))
@@ -233,7 +235,7 @@ class Ranks:
         )
         bytes_here = pack_payload(nested.tensors(values_here), seed, sum(rows))
         kind = f"outputs {kind_of(values_here, dim)}"
-        self._error_is_common = True  # up to the end of the exchange
+        self._error_is_common = True
         _, sizes = self._collectives.exchange_status(
             kind, _OTHER_OUTPUTS, number=bytes_here.numel()
         )

@@ -70,7 +70,7 @@ class DividedModules:
         # The parts that were divided in this step's forward passes.
         self._divided_parts: set[nn.Module] = set()
         self._calls: list[_DividedCall] = []
-        self._is_in_step = False
+        self._is_in_step = False  # true in the body of the outermost ``step``
         self._has_told_of_generation = False
 
     def is_of(self, model: nn.Module) -> bool:

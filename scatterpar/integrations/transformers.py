@@ -78,6 +78,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self._shard_optimizer = shard_optimizer
         self._sharded: ShardedOptimizer | None = None
         self._divided: DividedModules | None = None
+        # True once the rows of the arguments are those of all devices. A trial of a
+        # search sets rows of one device again.
         self._has_all_rows = False
         own_args = [self._with_all_rows(value) for value in args]
         own_kwargs = {name: self._with_all_rows(v) for name, v in kwargs.items()}

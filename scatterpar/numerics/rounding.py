@@ -136,8 +136,8 @@ class Rounding:
 
     Attributes:
         formats: those of the computations so far.
-        has_functions: whether a graph has an ``autograd.Function`` of the user's, whose
-            backward pass may do anything.
+        has_functions: true from the first graph on that has an ``autograd.Function`` of
+            the user's, whose backward pass may do anything.
     """
 
     def __init__(self, device: torch.device) -> None:

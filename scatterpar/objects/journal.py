@@ -98,7 +98,8 @@ class Journal:
         unsaved: the names of values that calls may move, and that cannot be restored:
             iterators, generators, sockets, writers, files that are written, objects
             with threads.
-        drawn: whether a generator had moved at a ``rewind`` or ``restore``.
+        drawn: true from the first ``rewind`` or ``restore`` on that finds a generator
+            moved.
         written: what a ``restore`` has found written in place.
     """
 

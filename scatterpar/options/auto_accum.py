@@ -52,8 +52,8 @@ class Fit:
 
     Attributes:
         accum: the number of sub-steps.
-        retain_rows: whether rows may stay on their device for a second pass, until
-            memory has run out once.
+        retain_rows: rows may stay on their device for a second pass. False from the
+            first time on that memory runs out with them.
     """
 
     accum: int = 1

@@ -45,8 +45,9 @@ class RowFunction:
         function: the module, a method of a part of it, or a function that gets a
             replica as its first argument.
         pad: that of ``join_rows``.
-        may_start_again: whether a call that ran out of memory may begin again, with
-            more sub-steps.
+        may_start_again: a call that runs out of memory may begin again, with more
+            sub-steps. False once memory has run out in the join of all outputs, which
+            needs as much with more sub-steps.
     """
 
     function: Callable[..., Any]

@@ -71,7 +71,9 @@ class Freshness:
     ``Broadcast`` asks it of copies in other memories, ``LargeCopy`` of one in the same.
 
     Attributes:
-        is_silent: whether it was once written without a change of its version.
+        is_silent: true from a comparison that has found a write without a change of
+            the version; all words are read from then on. A ``LargeCopy``'s is false
+            again after a comparison without a difference.
     """
 
     def __init__(self) -> None:
@@ -93,7 +95,8 @@ class LargeCopy(Freshness):
 
     Attributes:
         copy: the replica's tensor.
-        reads_all: whether all words are read in this step.
+        reads_all: whether all words are read in this step; set before each ``reset``
+            of the replica.
     """
 
     def __init__(self, copy: Tensor, source: Tensor) -> None:

@@ -42,7 +42,7 @@ class RepeatedNumbers(ConstantNumbers):
     the order. A sample has the categories of the highest probability.
 
     Attributes:
-        has_drawn: whether there was a random operator.
+        has_drawn: true from the first random operator in the body on.
         draws: the shapes that have been drawn, without those of dropout.
     """
 

@@ -26,7 +26,7 @@ class OneBatch:
 
     Attributes:
         function: a step for one batch, or a loss in plain torch.
-        is_loss: whether its backward pass is still to run.
+        is_loss: whether a call runs the backward pass of what the function returns.
     """
 
     function: Callable[[Any, Any], Any]
@@ -109,8 +109,8 @@ class TrainedGradients:
     head that the step makes, are named by their place: ``step.AdamW.0.2``.
 
     Attributes:
-        moves_weights: whether it has run one that reaches weights that the body had
-            changed, as SAM does.
+        moves_weights: true from the first backward pass on that reaches weights that
+            the body had changed, as SAM does.
         clippings: what clips gradients in the body.
     """
 

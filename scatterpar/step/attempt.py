@@ -73,7 +73,7 @@ class Attempt:
         user_leaves: leaves that user code reaches, where no gradient may arrive.
         retries: earlier tries of the same step that ran out of memory.
         writes: what user code has written into the rows.
-        garbage_is_collected: whether that was done for captures of graphs.
+        garbage_is_collected: true from the attempt's first capture of a graph on.
     """
 
     def __init__(

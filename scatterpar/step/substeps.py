@@ -172,8 +172,8 @@ class Schedule:
     Attributes:
         replicas_of_criterion: the number of replicas of the criterion; ``None`` for as
             many as the module has.
-        may_start_again: whether a step that ran out of memory may begin again, with
-            more sub-steps.
+        may_start_again: a step that runs out of memory may begin again, with more
+            sub-steps. False once other ranks have seen outputs of this step.
         replayed: the number of sub-steps of the latest step that were replayed.
         why_eager: why none was; empty with graphs.
     """

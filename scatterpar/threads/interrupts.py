@@ -42,7 +42,8 @@ class Interrupts:
     too late.
 
     Attributes:
-        are_allowed: whether a signal runs its handler at once.
+        are_allowed: whether a signal runs its handler at once: false in the body,
+            except in that of ``allowed``.
     """
 
     def __init__(self) -> None:

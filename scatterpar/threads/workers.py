@@ -227,7 +227,8 @@ class Workers:
     Attributes:
         count: the number of threads.
         interrupts: those of the step that is in progress.
-        abandoned: whether threads were left behind with a call that did not end.
+        abandoned: true from a call that has not ended in its time, until the engine
+            has dropped the replicas that its thread may still write.
     """
 
     def __init__(self, devices: Sequence[torch.device | None], owner: str) -> None:
@@ -242,8 +243,9 @@ class Workers:
         # ``close`` runs before or after all calls of a job are queued.
         self._posting = threading.RLock()
         self._pid = os.getpid()
-        self._closed = False
-        # Whether the last job failed. Then objects of its error must be freed.
+        self._closed = False  # true from ``close`` on
+        # True from the beginning of a job until it succeeds: if it fails, the next job
+        # waits until objects of its error are freed.
         self._failed = False
         self.interrupts = Interrupts()
         self.abandoned = False

@@ -58,7 +58,8 @@ class Graph:
         last_use: the step that last had a sub-step of this shape.
         proof: the step that last proved it; 0 before.
         num_bytes: what a sub-step's activations take.
-        reads_foreign_memory: whether it reads other memory than the replica's own.
+        reads_foreign_memory: whether it reads other memory than the replica's own;
+            known from the capture on.
         rows: the static inputs and targets.
         factor: the weight of the micro-batch's loss, times the scaler's factor.
         loss: the loss of the last replay; before, a tensor of its dtype and device.

@@ -27,7 +27,8 @@ class StepPlan:
 
     Attributes:
         replays: the number of sub-steps that were replayed.
-        is_steady: whether all is captured, and no more is proved than in most steps.
+        is_steady: whether all is captured, and no more is proved than in most steps;
+            fixed when the plan is made.
     """
 
     def __init__(

@@ -77,25 +77,27 @@ class Captured(Schedule):
         self._decision = Decision(is_asked=is_asked)
         self._by_replica = [ReplicaGraphs(device) for device in devices]
         self._pause = ""  # why the next attempt runs without graphs
-        self._has_given_up = False  # for the memory of the next attempt
+        # True from an attempt that ran out of memory with graphs, until the next one,
+        # without them, has ended.
+        self._has_given_up = False
         # Of the present attempt; ``None`` without graphs.
-        self._sub_steps: StepPlan | None = None
+        self._plan_of_attempt: StepPlan | None = None
         # Of the latest attempt: its times are known when the next one begins.
         self._times: StepTimes | None = None
         self.why_eager = ""
 
     def substeps(self, attempt: Attempt, task: ReplicaTask) -> Substeps:
         """The sub-steps of one replica in one step."""
-        if self._sub_steps is None:
+        if self._plan_of_attempt is None:
             return Substeps(task, attempt.request)
         graphs = self._by_replica[task.share.replica]
-        plan = self._sub_steps.of(task.share.replica)
+        plan = self._plan_of_attempt.of(task.share.replica)
         return GraphedSubsteps(graphs, task, attempt, plan, self._decision)
 
     def run(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Computed:
         """Run all sub-steps, as the plain schedule does; graphs launch some of them."""
         self._learn()
-        self._sub_steps = None
+        self._plan_of_attempt = None
         why = self._why_eager(attempt)
         self.replayed = 0
         self.why_eager = why
@@ -111,13 +113,12 @@ class Captured(Schedule):
         num_hooks = _num_hooks(attempt.replicas.of_model.root)
         for task in tasks:
             self._by_replica[task.share.replica].begin(task, num_hooks)
-        self._sub_steps = sub_steps = StepPlan(
-            tasks, attempt, self._by_replica, self._decision.steps
-        )
+        plan = StepPlan(tasks, attempt, self._by_replica, self._decision.steps)
+        self._plan_of_attempt = plan
         computed = super().run(attempt, tasks)
         self._times = _times_of(attempt, computed)
         self._decision.confirm()
-        self.replayed = sub_steps.replays
+        self.replayed = plan.replays
         if self._decision.refusal:
             self._end_graphs()
         return computed
@@ -128,9 +129,9 @@ class Captured(Schedule):
         self._times = None
         if times is None:
             return
-        if self._sub_steps is None:
+        if self._plan_of_attempt is None:
             self._decision.see_eager(times)
-        elif self._sub_steps.is_steady:
+        elif self._plan_of_attempt.is_steady:
             self._decision.see_captured(times)
 
     def without_graphs(self, why: str) -> str:

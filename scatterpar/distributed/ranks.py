@@ -72,8 +72,8 @@ class Ranks:
             )
         self._module = module
         self._accumulate_dtype = accumulate_dtype
-        # True while every rank raises what this rank raises, which reports nothing then.
-        # So it is from the exchange of a step's sums on until the next step begins, and
+        # True while every rank raises what this rank raises. Then it reports nothing:
+        # from the exchange of a step's sums on until the next step begins, and
         # while outputs are exchanged.
         self._error_is_common = False
         # As in "cpu:gloo,cuda:nccl".

@@ -580,7 +580,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             with attempt.phase("compute"), user_state_guarded(attempt):  # 4
                 tasks = make_tasks(attempt, loaders)
                 if self._verifier is not None and not attempt.extent.is_trial:
-                    attempt.threads.widen(self._verifier.check(attempt, tasks))
+                    scope = self._verifier.look_if_due(attempt, tasks[0])
+                    attempt.threads.widen(scope)
                 computed = schedule.run(attempt, tasks)
             with attempt.phase("reduce"):  # 5
                 return reduce(attempt, computed)

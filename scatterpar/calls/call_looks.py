@@ -279,4 +279,4 @@ def _ask(
         look_request = replace(open_request, task=task)
         # The user's hooks see no gradient of a look.
         with user_state_guarded(attempt):
-            return verifier.ask(look_request, kind)
+            return verifier.look_at(look_request, kind)

@@ -219,6 +219,20 @@ def is_cross_entropy(criterion: Any) -> bool:
     return isinstance(loss, _CROSS_ENTROPIES) or function in of_torch
 
 
+def counts_as_torch(request: Request) -> bool:
+    """Whether the criterion is torch's own cross entropy, whose terms ``term_counts``
+    counts as torch does.
+    """
+    criterion = request.criterion
+    if request.count is not None:
+        return False
+    module = module_of(criterion)
+    if module is None:
+        return is_cross_entropy(criterion)
+    # A subclass may count otherwise.
+    return type(module) in _CROSS_ENTROPIES
+
+
 def terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
     """The number of terms of torch's mean cross entropy in each entry along ``dim``.
 

@@ -90,7 +90,7 @@ class OutputLooks(Verifier):
             raise ValueError(refused_injection("the model").text)
         module = module_of(request.criterion)
         if module is not None and any(map(uses_batch_statistics, module.modules())):
-            self.warn(_NORMALISES)
+            self.warn("batch normalisation", _NORMALISES)
         choice = RowChoice(
             request,
             informative_tensors(request),
@@ -102,7 +102,7 @@ class OutputLooks(Verifier):
         )
         with torch.inference_mode(False):  # else the leaves would have no gradients
             look_request = _look_request(choice, outputs, workers)
-        self.ask(look_request, kind)
+        self.look_at(look_request, kind)
 
 
 class RowsOfOutputs(nn.Module):

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
 from scatterpar.batch.batch import Batch
@@ -30,8 +30,8 @@ from scatterpar.devices.streams import is_async
 from scatterpar.look_steps import is_look_step
 from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.objects.reach import distinguishing_values
-from scatterpar.objects.references import module_of, read_attribute
-from scatterpar.step.loss_weights import is_cross_entropy
+from scatterpar.objects.references import read_attribute
+from scatterpar.step.loss_weights import counts_as_torch
 from scatterpar.step.request import Request
 from scatterpar.step.turns import Scope
 
@@ -104,24 +104,9 @@ def _with_all_operators(tensor: Tensor) -> Tensor:
 
 def ranges_of_step(request: Request) -> Sequence[Tensor]:
     """The ranges that say whether a look is due; each step reads them."""
-    if counts_as_torch(request):
+    if counts_as_torch(request):  # whatever the labels are
         return ()
     return ranges_of(informative_tensors(request, _MAX_ENTRIES_OF_ROWS))
-
-
-def counts_as_torch(request: Request) -> bool:
-    """Whether the criterion is torch's own cross entropy.
-
-    Its labels do not matter, since the engine counts as it does.
-    """
-    criterion = request.criterion
-    if request.count is not None:
-        return False
-    module = module_of(criterion)
-    if module is None:
-        return is_cross_entropy(criterion)
-    # A subclass may count otherwise.
-    return type(module) in (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 def ranges_of(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -49,6 +49,7 @@ class Verdict:
         problem: the first line of the text, if losses do not combine.
         cause: why not, and what to pass, if one count or reduction explains it.
         rests_on_rows: whether rows alone say that a difference is rounding.
+        subject: what a warning is about; it is given once per subject.
     """
 
     action: Action
@@ -57,6 +58,7 @@ class Verdict:
     problem: str = ""
     cause: str = ""
     rests_on_rows: bool = False
+    subject: str = ""
 
     @property
     def may_be_rounding(self) -> bool:
@@ -118,8 +120,9 @@ def _refused(problem: str, remedy: str, *notes: str) -> Verdict:
     return Verdict(Action.REFUSE, text)
 
 
-def _told(problem: str, remedy: str, *notes: str) -> Verdict:
-    return Verdict(Action.WARN, in_lines(problem, remedy, *notes))
+def _told(subject: str, problem: str, remedy: str, *notes: str) -> Verdict:
+    text = in_lines(problem, remedy, *notes)
+    return Verdict(Action.WARN, text, subject=subject)
 
 
 def _size_of(difference: float) -> str:
@@ -228,10 +231,12 @@ def _wrong_on_the_replica(results: LookResults, _: Finding) -> Verdict:
 def _state_between_parts(results: LookResults, _: Finding) -> Verdict:
     if results.moved:  # a warning of its own names the state
         return RIGHT
+    module = _module_name(results)
     loss = name_of_loss(results.request)
     return _told(
-        f"{_module_name(results)} or {loss} gives another result when it is "
-        f"called again with the same rows.",
+        f"state of {module} or {loss}",
+        f"{module} or {loss} gives another result when it is called again with the "
+        "same rows.",
         "Return a module's state from forward, and pass it as an input; change a "
         "criterion's once per step, or let it see all rows (whole_batch=True; of the "
         "pair: gather).",
@@ -240,8 +245,10 @@ def _state_between_parts(results: LookResults, _: Finding) -> Verdict:
 
 
 def _module_compares_rows(results: LookResults, finding: Finding) -> Verdict:
+    module = _module_name(results)
     return _told(
-        f"{_module_name(results)} gives other outputs for a few rows than for parts of "
+        f"{module} compares rows",
+        f"{module} gives other outputs for a few rows than for parts of "
         f"them: they differ by {finding.difference:.2g} of the "
         f"largest entry (of {results.num_rows} rows).",
         "Mask padding; check batch_first= and dim=; pass a value without rows as "

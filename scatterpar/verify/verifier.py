@@ -1,18 +1,25 @@
 """The engine's looks: when, and the errors and warnings that follow.
 
+::
+
+    look_if_due     before the sub-steps    is a look due in this step?
+    look_at         a step, or a call       state is as before, whatever becomes of it
+    _decide                                 refuse, agree, or assume: the one place
+
 The only error of a look is its ``ValueError``. If looks stay inconclusive, one warning
 says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from scatterpar.devices.memory import no_kernel_search
 from scatterpar.errors import warn
 from scatterpar.log import logger
 from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.step.attempt import Attempt
+from scatterpar.step.loss_weights import counts_as_torch
 from scatterpar.step.request import LossCandidate
 from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
@@ -21,17 +28,8 @@ from scatterpar.verify import look_words
 from scatterpar.verify.choice import alike, candidate_of
 from scatterpar.verify.look import look
 from scatterpar.verify.look_request import LookRequest, LossWays, choose_rows
-from scatterpar.verify.schedule import (
-    Kind,
-    Kinds,
-    Stage,
-    counts_as_torch,
-    ranges_of_step,
-)
+from scatterpar.verify.schedule import Kind, Kinds, Stage, ranges_of_step
 from scatterpar.verify.verdicts import Action, LookReport, Verdict
-
-_KEY_LENGTH = 60  # beginnings of warnings that are not repeated
-
 
 # A candidate, and why the look at it is inconclusive.
 _Unclear = tuple[LossCandidate, Inconclusive]
@@ -51,10 +49,10 @@ class Verifier:
         self.kinds = Kinds()
         # The words of a loop's candidates, which makes new ones in each step.
         self._not_refuted: list[str] = []
-        # The texts, and the names of state in them.
-        self._waiting: list[tuple[str, Sequence[str]]] = []
-        # Beginnings of the warnings so far, and the names in them.
-        self._told: set[str] = set()
+        # Subjects and texts of warnings, and the names of state in them.
+        self._waiting: list[tuple[Hashable, str, Sequence[str]]] = []
+        # The subjects of warnings so far, and the names of state in them.
+        self._told: set[Hashable] = set()
 
     def remaining(self, candidates: Sequence[LossCandidate]) -> Sequence[LossCandidate]:
         """Those of a loop's candidates that looks leave; the first one is assumed."""
@@ -64,7 +62,7 @@ class Verifier:
         # None is known before the first look, and in a loop with other candidates.
         return known or candidates
 
-    def check(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Scope:
+    def look_if_due(self, attempt: Attempt, task: ReplicaTask) -> Scope:
         """Before the sub-steps: look at some rows, if that is due.
 
         Returns which part of a sub-step one replica at a time runs.
@@ -74,57 +72,63 @@ class Verifier:
                 user's own module and criterion for the same rows.
         """
         self._waiting.clear()  # of a step that has failed
-        with attempt.span("verify"):
-            return self._check(attempt, tasks[0])
-
-    def warn(self, text: str, names: Sequence[str] = ()) -> None:
-        """Warn once, when the step has succeeded, of state with these ``names``."""
-        self._waiting.append((text, names))
-
-    def tell(self) -> None:
-        """The step has succeeded: warn of what the look has found."""
-        for text, names in self._waiting:
-            # By their beginnings, because numbers at the end differ from step to step.
-            if text[:_KEY_LENGTH] not in self._told:
-                self._told.update([text[:_KEY_LENGTH], *names])
-                warn(text)
-        self._waiting.clear()
-
-    def _check(self, attempt: Attempt, task: ReplicaTask) -> Scope:
         request = attempt.request.of_largest_batch()
         is_divided = self._is_distributed or len(attempt.plan.substep_rows) > 1
         # The criterion gets the one row, whatever the number of replicas.
         if request.whole_batch and request.rows == 1:
             is_divided = False
-        candidate = candidate_of(request)
-        ways = LossWays()
-        look_request = LookRequest(
-            attempt, request, task, is_divided, [candidate], ways
-        )
         flags = attempt.replicas.of_model.flags
-        kind, details = self.kinds.kind_of(request, is_divided, flags)
-        if kind.count_step(ranges_of_step(request), details):
-            self.ask(look_request, kind)
+        with attempt.span("verify"):
+            kind, details = self.kinds.kind_of(request, is_divided, flags)
+            if kind.count_step(ranges_of_step(request), details):
+                candidates = [candidate_of(request)]
+                look_request = LookRequest(
+                    attempt, request, task, is_divided, candidates, LossWays()
+                )
+                self.look_at(look_request, kind)
         # The scope also holds in steps that are not looked at.
         return kind.scope
 
-    def ask(self, look_request: LookRequest, kind: Kind) -> LossCandidate:
-        """Look at a step. Refuses it, or tells what the look has found.
+    def warn(self, subject: Hashable, text: str, names: Sequence[str] = ()) -> None:
+        """Warn when the step has succeeded, once per ``subject``: numbers in a text
+        differ from step to step.
 
-        Returns the first candidate that fits; the first one that may fit if looks are
-        inconclusive.
+        ``names`` are those of state that the text names.
+        """
+        self._waiting.append((subject, text, names))
+
+    def tell(self) -> None:
+        """The step has succeeded: warn of what the look has found."""
+        for subject, text, names in self._waiting:
+            if subject not in self._told:
+                self._told.update([subject, *names])
+                warn(text)
+        self._waiting.clear()
+
+    def look_at(self, look_request: LookRequest, kind: Kind) -> LossCandidate:
+        """Look at a step, and decide.
+
+        Returns the candidate that is taken.
+
+        Raises:
+            ValueError: the step is refused.
         """
         replicas = look_request.attempt.replicas
         try:
             # A look has other sizes than steps, for which no kernel is searched.
             with SETTINGS_KEPT, no_kernel_search(), replicas.values_remembered():
-                return self._ask(look_request, kind)
+                return self._decide(look_request, kind)
         finally:
             # After a refusal the same rows again: fewer may not show it.
             kind.looks += kind.stage is not Stage.REFUSED
             _drop_gradients(look_request.attempt)  # user code may compute some
 
-    def _ask(self, look_request: LookRequest, kind: Kind) -> LossCandidate:
+    def _decide(self, look_request: LookRequest, kind: Kind) -> LossCandidate:
+        """Refuse the step, or note what the look has found.
+
+        Returns the first candidate that fits; the first one that may fit if looks are
+        inconclusive.
+        """
         refusals: list[Verdict] = []
         unclear: list[_Unclear] = []
         for number, candidate in enumerate(look_request.candidates):
@@ -146,7 +150,8 @@ class Verifier:
             rivals = alike(row_choice.request, report.parts, remaining)
             self._keep(rivals, look_request, kind)
             if look_request.is_open_between(rivals):
-                self.warn(look_words.several_candidates_fit(look_request, rivals))
+                text = look_words.several_candidates_fit(look_request, rivals)
+                self.warn(("several candidates", look_request.loss), text)
             return candidate
         if unclear:
             return self._assume(unclear, look_request, kind)
@@ -171,7 +176,8 @@ class Verifier:
         is_told = reason.is_final or not counts_as_torch(look_request.request)
         if kind.note_inconclusive(reason) and is_told:
             text = look_words.looks_are_inconclusive(look_request, reason, assumed)
-            self.warn(text)
+            is_joined = look_request.request.whole_batch
+            self.warn(("inconclusive", look_request.loss, is_joined), text)
         return assumed
 
     def _keep(
@@ -184,7 +190,8 @@ class Verifier:
         logger.info("losses of micro-batches combine as %s", remaining[0].words)
         assumed = look_request.candidates[0]
         if remaining[0] is not assumed and kind.steps > 1:
-            self.warn(look_words.another_candidate_fits(look_request, remaining[0]))
+            text = look_words.another_candidate_fits(look_request, remaining[0])
+            self.warn(("candidate", look_request.loss, remaining[0].words), text)
 
     def _agree(self, look_request: LookRequest, kind: Kind, report: LookReport) -> None:
         """Note that a look has not refused, and warn of what it has found."""
@@ -192,11 +199,13 @@ class Verifier:
         self._widen_turns(look_request, kind, effects.scope)
         moved = [name for name in effects.moved if name not in self._told]
         if moved and look_request.ways.tells_moved_state:
-            self.warn(look_words.state_is_moved(look_request, moved), moved)
+            text = look_words.state_is_moved(look_request, moved)
+            self.warn(("moved state", *moved), text, moved)
         if effects.lost:
-            self.warn(look_words.tensor_was_not_saved(effects.lost[0]))
+            shape = effects.lost[0]
+            self.warn(("lost", shape), look_words.tensor_was_not_saved(shape))
         if report.verdict.action is Action.WARN:
-            self.warn(report.verdict.text)
+            self.warn(report.verdict.subject, report.verdict.text)
         kind.note_agreement()
 
     def _widen_turns(self, look_request: LookRequest, kind: Kind, scope: Scope) -> None:
@@ -212,7 +221,8 @@ class Verifier:
             return
         kind.scope = scope
         if before < Scope.FUNCTION:  # else the loop has said so
-            self.warn(look_words.turns_are_taken(look_request))
+            text = look_words.turns_are_taken(look_request)
+            self.warn(("turns", look_request.loss), text)
         title = look_request.title(kind.looks)
         logger.info("%s: one replica at a time runs: %s", title, scope.name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -23,7 +24,7 @@ from scatterpar import (
     count_labels,
 )
 from scatterpar.batch.batch import batch_of
-from scatterpar.step.loss_weights import compute_loss_weights
+from scatterpar.step.loss_weights import compute_loss_weights, counts_as_torch
 from scatterpar.step.request import Request
 
 pytestmark = pytest.mark.core
@@ -123,6 +124,28 @@ def test_linear_cross_entropy_counts_labels(devices, weight):
     )
     with ScatterOnceParallel(linear(), 3, devices(2)) as engine:
         assert_step(engine, ROWS, IGNORED, criterion)
+
+
+class PerToken(nn.CrossEntropyLoss):
+    """A subclass, which may count otherwise."""
+
+
+COUNTED_AS_TORCH = [nn.CrossEntropyLoss(), nn.NLLLoss(), F.cross_entropy, F.nll_loss]
+COUNTED_AS_TORCH.append(partial(F.cross_entropy, ignore_index=3))
+if hasattr(nn, "LinearCrossEntropyLoss"):
+    COUNTED_AS_TORCH.append(nn.LinearCrossEntropyLoss(FEATURES, CLASSES))
+
+
+@pytest.mark.parametrize("criterion", COUNTED_AS_TORCH)
+def test_cross_entropy_of_torch_counts_as_torch(criterion):
+    request = Request([batch_of(None, LABELS, 13, 0)], 0, criterion)
+    assert counts_as_torch(request)
+    assert not counts_as_torch(replace(request, count=count_labels()))
+
+
+@pytest.mark.parametrize("criterion", [None, PerToken(), nn.MSELoss(), F.l1_loss])
+def test_other_loss_may_count_otherwise(criterion):
+    assert not counts_as_torch(Request([batch_of(None, LABELS, 13, 0)], 0, criterion))
 
 
 def test_pair_takes_share_of_zero_weight(devices):

@@ -49,6 +49,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from scatterpar import Rows, ScatterOnceParallel
 from scatterpar.verify import look
+from scatterpar.verify.verifier import Verifier
 
 ALL_WAYS = 'count=.*reduction="sum".*whole_batch=True'
 
@@ -364,6 +365,18 @@ def test_warning_of_a_failed_step_is_told_later(devices):
             step(engine, lambda o, t: F.mse_loss(o, t) if len(o) > 6 else 1 / 0, VALUES)
         with pytest.warns(UserWarning, match="forward passes move the buffer"):
             step(engine, F.mse_loss, VALUES)
+
+
+def test_warning_is_given_once_per_subject():
+    """Not per beginning of its text: names of criteria may be long."""
+    verifier = Verifier()
+    beginning = "the criterion " + "with a long name " * 5
+    for _ in range(2):
+        for subject, number in (("a", 1), ("a", 2), ("b", 3)):
+            verifier.warn(subject, f"{beginning}{number}")
+    with pytest.warns(UserWarning, match="the criterion") as caught:
+        verifier.tell()
+    assert [str(warning.message)[-1] for warning in caught] == ["1", "3"]
 
 
 @pytest.mark.filterwarnings("error")

@@ -72,8 +72,9 @@ class Marker:
     def select(self, rows: Sequence[int]) -> Self:
         """A marker with these rows, in this order.
 
-        Shares and micro-batches are selected with a ``range``, which gives views of
-        tensors.
+        Shares and micro-batches are selected with a ``range``. Then return views of
+        tensors: these may be on a device, where a value that the host reads, or a
+        computation, would delay the copies.
         """
         return self
 
@@ -84,7 +85,8 @@ class Marker:
     def unwrap(self, *, copy: bool) -> Any:
         """The value as a module or criterion sees it.
 
-        With ``copy``, tensors are copied: user code may write what it gets.
+        With ``copy``, tensors are copied: user code may write what it gets. As targets
+        of cross entropy it must be a tensor with rows along ``dim``.
         """
         value = self.contents
         if copy:  # before ``collate``, which may return the entries themselves

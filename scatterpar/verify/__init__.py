@@ -11,12 +11,12 @@ A refusal, from the step to its words, in the order in which the files are read:
                   schedule       is a check due? in 1, 2, 4, 8, …, and for new labels
     rows          look_request   of which batch, for how many rows
                   rows           which rows, in which parts
-                  choice         which candidates of a loop it can tell apart
+                  choice         which of several rules for a number of a call is right
     numbers       look           two runs, one after the other
                     runs         loss and gradients: of the user's module, of a replica
                     results      what runs are compared by
                     user_code    undoes what runs have changed: dropped_records,
-                                 dropped_warnings, saved_writes
+                                 dropped_warnings
     state           measurements, moved_state, beginning_state, backward_calls
                                  what calls leave behind, told by name
     question        look_rounding    may the difference be rounding? who is asked first

@@ -44,7 +44,7 @@ TOLERANCES = {"0.3 %": rounding.FLOAT32.tolerance, "3 %": rounding.TF32.toleranc
 LIMITS = {
     "docs/gpus.md": {"128 MiB": pieces.MESSAGES_IN_BUFFERS * CHUNK, "8 MiB": PIECE},
     "docs/same-bits.md": {"8 MiB": PIECE, "256 bytes": 256},
-    "docs/how-it-works.md": {
+    "docs/architecture.md": {
         "64 MiB": CHUNK,
         "4 MiB": coalescing.ALONE_BYTES,
         "8 MiB": 4 * fingerprints.WORDS_AT_A_TIME,

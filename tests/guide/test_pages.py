@@ -164,7 +164,7 @@ def test_pair_gives_whole_batch_gradient():
 
 def test_shown_plan_is_the_engines():
     plan = make_plan(4096, [torch.device("cuda", i) for i in range(4)], accum=16)
-    assert f"```text\n{plan}\n```" in read("docs/how-it-works.md")
+    assert f"```text\n{plan}\n```" in read("docs/architecture.md")
 
 
 @pytest.mark.slow

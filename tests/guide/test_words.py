@@ -115,10 +115,9 @@ COMMON = {"call", "contents", "device", "kind", "leaf", "moved", "part", "plan",
 COMMON |= {"request", "root", "schedule", "task"}
 OF_THE_CODE = defined("docs/architecture.md", "Words of the code") - GLOSSARY - COMMON
 OF_THE_CODE |= {"tape", "twin", "journal", "nudge"}
-ON_THE_CODE = {"docs/how-it-works.md"}
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in ON_THE_CODE])
+@pytest.mark.parametrize("page", PAGES)
 def test_words_of_the_code_stay_in_the_code(page):
     words = "|".join(sorted(OF_THE_CODE))
     assert not re.findall(

@@ -53,6 +53,7 @@ from scatterpar.torch_private.autograd import (
     at_end_of_pass,
     backward,
     current_graph_task,
+    drop_accumulator,
     executes,
 )
 from scatterpar.torch_private.compiler import never_compiled
@@ -562,6 +563,7 @@ def _connect_all(connections: Sequence[tuple[_Bucket, list[Tensor]]]) -> None:
             with version_counters_kept(copies):
                 for copy in copies:
                     copy.requires_grad_(False)
+                    drop_accumulator(copy)
                 _connect(bucket, copies)
 
 

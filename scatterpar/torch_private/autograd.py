@@ -65,6 +65,22 @@ def are_observed(leaves: Sequence[Tensor]) -> bool:
     return any(map(_HOOKS_BEFORE, leaves)) or any(map(_HOOKS_AFTER, leaves))
 
 
+def drop_accumulator(leaf: Tensor) -> None:
+    """Let the leaf's next graph have an AccumulateGrad node of its own.
+
+    A leaf that becomes the output of a ``Function`` that wrote it takes itself from its
+    node. If somebody keeps an earlier graph, the node stays the leaf's, and the next
+    backward pass that the leaf is in as a leaf ends the process. ``Tensor.data`` drops
+    the node if the type changes.
+    """
+    if _USE_COUNT(leaf) == 1:
+        return  # no node refers to the leaf
+    data = leaf.data
+    other = torch.float32 if data.dtype != torch.float32 else torch.float64
+    leaf.data = data.new_empty(0, dtype=other)
+    leaf.data = data
+
+
 @contextlib.contextmanager
 def hooks_taken_off(tensors: Sequence[Tensor]) -> Iterator[None]:
     """In the body, no hook that the user registered on one of these leaves runs."""

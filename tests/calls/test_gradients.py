@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
+from faults.processes import run_forked
 from harness.oracle import assert_gradients, build, gradients, randint, randn
 from torch import nn
 
@@ -293,6 +294,40 @@ def test_steps_and_calls_of_one_engine_alternate(pair):
         loss_of(plain).backward()
         loss_of(plain).backward()
     assert_gradients(net, gradients(plain))
+
+
+def test_graphs_kept_from_steps_do_not_end_the_process():
+    """A loss that a criterion keeps keeps the replicas' AccumulateGrad nodes. A call
+    took their tensors from them, and the next step's backward pass ended the process.
+    """
+    outcome = run_forked("-c", KEPT_GRAPHS)
+    assert outcome.code == 0, outcome.err
+
+
+KEPT_GRAPHS = """
+import torch
+from torch import nn
+from scatterpar import DataParallelModel, ScatterOnceParallel
+
+ROWS, LABELS = torch.randn(13, 5).double(), torch.randint(4, (13,))
+cross_entropy = nn.CrossEntropyLoss()
+for devices in (["cpu"] * 2, ["cpu:0", "cpu:1", "cpu:0"]):
+    net = nn.Linear(5, 4).double()
+    engine, kept = ScatterOnceParallel(net, 1, devices), []
+
+    def criterion(outputs, labels):
+        kept.append(cross_entropy(outputs, labels))
+        return kept[-1]
+
+    for _ in range(3):
+        engine.forward_backward(ROWS, LABELS, criterion)
+        kept.append(cross_entropy(engine(ROWS), LABELS))
+        kept[-1].backward()
+    kept.append(cross_entropy(net(ROWS), LABELS))
+    kept[-1].backward()
+    expected = torch.autograd.grad(cross_entropy(net(ROWS), LABELS), net.weight)
+    torch.testing.assert_close(net.weight.grad, 7 * expected[0], rtol=1e-12, atol=1e-12)
+"""
 
 
 def test_bytes_of_gradients_are_counted_once(pair):

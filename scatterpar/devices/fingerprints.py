@@ -14,15 +14,15 @@ in about one case of 2**60.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, compress
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
 
 from scatterpar.devices import memory
 from scatterpar.devices.bits import as_bytes
-from scatterpar.devices.coalescing import messages
+from scatterpar.devices.coalescing import pack
 from scatterpar.devices.copies import to_device, to_numbers
 from scatterpar.devices.streams import has_streams
 from scatterpar.devices.virtual_devices import HOST
@@ -46,18 +46,16 @@ class Fingerprints:
 
     def __init__(self, tensors: Mapping[int, Tensor], device: torch.device) -> None:
         max_words = _WORDS_IN_THE_HOST if device.type == "cpu" else WORDS_AT_A_TIME
-        pieces: dict[tuple[int, int], Tensor] = {}
-        for key, tensor in tensors.items():
-            for number, piece in enumerate(_as_words(tensor, max_words)):
-                pieces[key, number] = piece
-        largest = max(map(Tensor.numel, pieces.values()), default=0)
-        factors = _factors(largest, device)
         self.owners: list[int] = []
         sums = [memory.empty(0, torch.int64, device)]  # ``cat`` needs at least one
-        for message in messages(pieces, 4 * max_words):
-            self.owners += [key for key, _ in message]
-            parts = [pieces[piece_key] for piece_key in message]
-            sums.append(_sums(parts, factors))
+        factors = _factors(0, device)
+        for keys in _alike(tensors, max_words):
+            rows = _as_words([tensors[key] for key in keys])
+            if rows.size(1) > len(factors) < max_words:
+                factors = _factors(min(rows.size(1), max_words), device)
+            for piece in rows.split(max_words, 1):
+                self.owners += keys
+                sums.append(_scattered(piece, factors[: piece.size(1)]).sum(1))
         self.values = torch.cat(sums)
         if not has_streams(device):
             self.values = to_device(self.values, HOST)
@@ -80,32 +78,35 @@ class Fingerprints:
         return set(compress(self.owners, (now != before for now, before in pairs)))
 
 
-def _as_words(tensor: Tensor, max_words: int) -> Sequence[Tensor]:
-    """The tensor as 32-bit words, or as bytes if their number is no multiple of four.
+def _alike(tensors: Mapping[int, Tensor], max_words: int) -> Iterator[list[int]]:
+    """Yield the keys of tensors that are read together: of one dtype and size.
 
-    They are in 1-D pieces of at most ``max_words``; there is none for an empty tensor.
+    Several of them have at most ``max_words``. Empty tensors are left out.
     """
-    words = as_bytes(tensor)
-    if words.numel() % 4 == 0:
+    # Of thousands of small tensors the host does little for each.
+    by_kind: dict[tuple[torch.dtype, int], list[int]] = {}
+    for key, tensor in tensors.items():
+        by_kind.setdefault((tensor.dtype, tensor.nbytes), []).append(key)
+    for (_, num_bytes), keys in by_kind.items():
+        if num_bytes:
+            count = max(1, max_words // _num_words(num_bytes))
+            for start in range(0, len(keys), count):
+                yield keys[start : start + count]
+
+
+def _num_words(num_bytes: int) -> int:
+    """The number of 32-bit words, or that of bytes if it is no multiple of four."""
+    return num_bytes if num_bytes % 4 else num_bytes // 4
+
+
+def _as_words(tensors: Sequence[Tensor]) -> Tensor:
+    """The words of tensors of one dtype and size: a row for each."""
+    words = as_bytes(pack(tensors))
+    if tensors[0].nbytes % 4 == 0:
         if words.storage_offset() % 4:
             words = words.clone()  # aligned, as a view of words has to be
         words = words.view(torch.int32)
-    pieces: tuple[Tensor, ...] = words.split(max_words)
-    return pieces if words.numel() else ()
-
-
-def _sums(parts: Sequence[Tensor], factors: Tensor) -> Tensor:
-    """For each piece the sum of its scattered words: a 1-D tensor.
-
-    One kernel each computes the products, their running sum, and its values where
-    pieces end: the sum of a piece is the difference of two of these.
-    """
-    sizes = [len(part) for part in parts]
-    factors_of_size = {size: factors[:size] for size in set(sizes)}
-    all_factors = torch.cat([factors_of_size[size] for size in sizes])
-    running = _scattered(torch.cat(list(parts)), all_factors).cumsum(0)
-    ends = torch.stack([running[end - 1] for end in accumulate(sizes)])
-    return torch.cat([ends[:1], ends[1:] - ends[:-1]])
+    return words.view(len(tensors), -1)
 
 
 def _scattered(words: Tensor, factors: Tensor) -> Tensor:

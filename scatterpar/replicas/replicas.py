@@ -553,6 +553,7 @@ class Replica(ModuleCopy):
         self._private: list[Tensor] = []
         self._sources: list[Tensor] = []
         self.large: list[LargeCopy] = []
+        self._large_numbers: list[int] = []
         self._own: list[int] = []  # both kinds, by number
         self._source_of: dict[int, Tensor] = {}
         self._own_versions: Sequence[int]  # as of the last ``reset``
@@ -561,10 +562,11 @@ class Replica(ModuleCopy):
             if storages[number] is source:  # a parameter in shared memory
                 continue
             self._own.append(number)
-            self._source_of[number] = source
             if may_stay(tensor, source):
                 self.large.append(LargeCopy(tensor, source))
+                self._large_numbers.append(number)
             else:
+                self._source_of[number] = source
                 self._private.append(tensor)
                 self._sources.append(source)
         self._own_tensors = [self.tensors[number] for number in self._own]
@@ -634,22 +636,19 @@ class Replica(ModuleCopy):
         present = versions(own)
         if present == self._own_versions and not is_due:
             return
-        large = {id(of_large.copy): of_large for of_large in self.large}
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
+        written = set(changed)
+        pairs = zip(self._own, present, self._own_versions, strict=True)
+        written.update(number for number, now, at_reset in pairs if now != at_reset)
         with version_counters_kept(own):
-            for number, tensor, now, at_reset in zip(
-                self._own, own, present, self._own_versions, strict=True
-            ):
-                is_written = number in changed or now != at_reset
-                if id(tensor) in large:
-                    of_large = large[id(tensor)]
-                    if is_written or (reads_values and of_large.find_difference()):
-                        of_large.copy_source()
-                elif is_written or reads_values:
-                    targets.append(tensor)
-                    sources.append(self._source_of[number])
-            copy_each(targets, sources)
+            if reads_values:
+                copy_each(self._private, self._sources, self._messages)
+            else:
+                numbers = [n for n in self._source_of if n in written]
+                targets = [self.tensors[number] for number in numbers]
+                copy_each(targets, [self._source_of[number] for number in numbers])
+            for number, large in zip(self._large_numbers, self.large, strict=True):
+                if number in written or (reads_values and large.find_difference()):
+                    large.copy_source()
         self._own_versions = present
 
     def own_tensors(self) -> dict[int, Tensor]:

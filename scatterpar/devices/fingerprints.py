@@ -49,8 +49,8 @@ class Fingerprints:
         self.owners: list[int] = []
         sums = [memory.empty(0, torch.int64, device)]  # ``cat`` needs at least one
         factors = _factors(0, device)
-        for keys in _alike(tensors, max_words):
-            rows = _as_words([tensors[key] for key in keys])
+        for keys in _read_together(tensors, max_words):
+            rows = _words_of([tensors[key] for key in keys])
             if rows.size(1) > len(factors) < max_words:
                 factors = _factors(min(rows.size(1), max_words), device)
             for piece in rows.split(max_words, 1):
@@ -78,7 +78,9 @@ class Fingerprints:
         return set(compress(self.owners, (now != before for now, before in pairs)))
 
 
-def _alike(tensors: Mapping[int, Tensor], max_words: int) -> Iterator[list[int]]:
+def _read_together(
+    tensors: Mapping[int, Tensor], max_words: int
+) -> Iterator[list[int]]:
     """Yield the keys of tensors that are read together: of one dtype and size.
 
     Several of them have at most ``max_words``. Empty tensors are left out.
@@ -99,7 +101,7 @@ def _num_words(num_bytes: int) -> int:
     return num_bytes if num_bytes % 4 else num_bytes // 4
 
 
-def _as_words(tensors: Sequence[Tensor]) -> Tensor:
+def _words_of(tensors: Sequence[Tensor]) -> Tensor:
     """The words of tensors of one dtype and size: a row for each."""
     words = as_bytes(pack(tensors))
     if tensors[0].nbytes % 4 == 0:

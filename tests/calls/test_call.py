@@ -12,13 +12,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness.oracle import assert_gradients, build, gradients, randint, randn
+from harness.oracle import (
+    assert_gradients,
+    assert_parameters,
+    build,
+    gradients,
+    randint,
+    randn,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from calls.loss_programs import LOSSES
 from calls.module_programs import CLAMPED, MODULES, OUTPUTS
 from calls.programs import PROGRAMS, SELECTING, Program, cross_entropy, mlp
+from calls.training_loops import LOOPS
 from scatterpar import DataParallelModel, ScatterOnceParallel, gather
 
 ALL = PROGRAMS | MODULES | OUTPUTS | LOSSES
@@ -117,6 +125,20 @@ def test_compiled_replicas_equal_plain_torch():
         found = run(Program(), engine, net, engine.no_sync, 3)
     torch.testing.assert_close(found, expected)
     assert_gradients(net, gradients(plain))
+
+
+@quick_layouts
+@pytest.mark.parametrize("loop", LOOPS)
+def test_training_loop_equals_plain_torch(loop, layout):
+    with contextlib.ExitStack() as engines:
+
+        def wrap(net):
+            return engines.enter_context(ScatterOnceParallel(net, device_ids=layout))
+
+        found = loop(wrap)
+        expected = loop(lambda net: net)
+    for net, plain in zip(found, expected, strict=True):
+        assert_parameters(net, plain)
 
 
 # ---- what is not as on one device ----

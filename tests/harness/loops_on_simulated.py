@@ -9,7 +9,6 @@ and the loops of other libraries, the stock ones too, run on the first.
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,29 +21,15 @@ from scatterpar.devices import device_ids
 
 FIRST = f"{simulated.NAME}:0"
 GENERATOR = "generator.pt"
-# Parts of the names of tests, and why they cannot run there.
-LEFT_OUT = {
-    "test_proposed_remedy_works": "its own engine has the module on the CPU",
-    "terms_refused[loss_func1": "fastai leaves the weights of its losses on the CPU",
-}
 _resolve = device_ids.resolve
 
 
-def pytest_collection_modifyitems(items):
-    for item in items:
-        for part, reason in LEFT_OUT.items():
-            if part in item.name:
-                item.add_marker(pytest.mark.skip(reason=reason))
-
-
 @pytest.fixture(autouse=True)
-def _on_the_accelerator(request, monkeypatch):
+def _on_the_accelerator(monkeypatch):
     for name, module in list(sys.modules.items()):
         is_ours = name.startswith("scatterpar")
         if is_ours and vars(module).get("resolve") is _resolve:
             monkeypatch.setattr(module, "resolve", _resolved)
-    if hasattr(request.module, "guarded"):  # what mixes devices is an error anyway
-        monkeypatch.setattr(request.module, "guarded", lambda *_: nullcontext())
     if find_spec("transformers"):
         _place_trainers(monkeypatch)
         _save_generators(monkeypatch)

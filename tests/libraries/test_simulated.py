@@ -16,22 +16,21 @@ CHOSEN = {
     "transformers": (
         "trainers",
         "integrations/test_transformers.py",
-        "(count_and_reduction and class and virtual) or (once_per_batch and virtual) "
-        "or (hooked_features and virtual) or (equals_one_device and drop) "
-        "or (stock_loss_is_replayed and virtual)",
-        9,
+        "virtual and (run_equals and (classes or images or own) or prediction "
+        "or functions_write)",
+        7,
     ),
     "lightning": (
         "loops",
         "integrations/test_lightning.py",
-        "(writes_equal_gradient and layout0) or writes_of_an_evaluation",
-        14,
+        "(functions_write and layout0) or (evaluation_equals and apart)",
+        5,
     ),
     "fastai": (
         "loops",
         "integrations/test_fastai.py",
-        "weights_of_function",
-        2,
+        "(run_equals and plain) or predictions_as_stock",
+        3,
     ),
 }
 

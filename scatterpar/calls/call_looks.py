@@ -34,7 +34,7 @@ from scatterpar.step.substeps import user_state_guarded
 from scatterpar.step.task import make_tasks
 from scatterpar.threads.workers import Workers
 from scatterpar.verify.choice import candidate_of
-from scatterpar.verify.look_request import LookRequest, LossWays
+from scatterpar.verify.look_request import LookRequest, LossWays, is_open_between
 from scatterpar.verify.schedule import ranges_of_step
 from scatterpar.verify.verifier import Verifier
 
@@ -259,15 +259,14 @@ def _ask(
     # One replica computes all parts; in the call each is another replica's.
     plan = Plan(call.plan.rows, (Share(0, device, tuple(spans)),))
     request = request.combined_by(known[0])
+    if is_open_between(request, plan, known):
+        details = "open", kind.steps  # new in each call
+    if not kind.count_step(ranges_of_step(request), details):
+        return known[0]
     replicas = Replicas([device], ReplicaOptions())
     attempt = Attempt(request, plan, replicas, call.workers)
     # Of state that replicas leave differently a call itself warns (``lost_state``).
     ways = LossWays(_WAYS_OUT_OF_CALLS, list(candidates), tells_moved_state=False)
-    open_request = LookRequest(attempt, request, None, True, known, ways)  # type: ignore[arg-type]
-    if open_request.is_open_between(known):
-        details = "open", kind.steps  # new in each call
-    if not kind.count_step(ranges_of_step(request), details):
-        return known[0]
     module, _ = _inputs_of(call)
     with torch.inference_mode(False), torch.enable_grad():
         loaders = scatter(request.batches, plan, attempt.transfers)
@@ -276,7 +275,7 @@ def _ask(
         (task,) = make_tasks(attempt, loaders)
         share = Share(0, device, ((0, call.plan.rows),))
         task = replace(task, share=share, criterion=request.criterion)
-        look_request = replace(open_request, task=task)
+        look_request = LookRequest(attempt, request, task, True, known, ways)
         # The user's hooks see no gradient of a look.
         with user_state_guarded(attempt):
             return verifier.look_at(look_request, kind)

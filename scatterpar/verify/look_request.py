@@ -82,13 +82,15 @@ class LookRequest:
         """The look after so many ``looks``, as the log names it."""
         return f"check {looks + 1} of {self.loss}, {self.request.rows} rows"
 
-    def is_open_between(self, candidates: Sequence[LossCandidate]) -> bool:
-        """Whether it matters in this step which of these candidates holds."""
-        if len(candidates) < 2:
-            return False
-        # Micro-batches of equal rows and labels have one set of weights by all counts.
-        parts = parts_of_plan(self.attempt.plan)
-        return len(alike(self.request, parts, candidates)) < len(candidates)
+
+def is_open_between(
+    request: Request, plan: Plan, candidates: Sequence[LossCandidate]
+) -> bool:
+    """Whether it matters in this step which of these candidates holds."""
+    if len(candidates) < 2:
+        return False
+    # Micro-batches of equal rows and labels have one set of weights by all counts.
+    return len(alike(request, parts_of_plan(plan), candidates)) < len(candidates)
 
 
 def choose_rows(

@@ -27,7 +27,12 @@ from scatterpar.threads.process_settings import SETTINGS_KEPT
 from scatterpar.verify import look_words
 from scatterpar.verify.choice import alike, candidate_of
 from scatterpar.verify.look import look
-from scatterpar.verify.look_request import LookRequest, LossWays, choose_rows
+from scatterpar.verify.look_request import (
+    LookRequest,
+    LossWays,
+    choose_rows,
+    is_open_between,
+)
 from scatterpar.verify.schedule import Kind, Kinds, Stage, ranges_of_step
 from scatterpar.verify.verdicts import Action, LookReport, Verdict
 
@@ -149,7 +154,8 @@ class Verifier:
             remaining = look_request.candidates[number:]
             rivals = alike(row_choice.request, report.parts, remaining)
             self._keep(rivals, look_request, kind)
-            if look_request.is_open_between(rivals):
+            plan = look_request.attempt.plan
+            if is_open_between(look_request.request, plan, rivals):
                 text = look_words.several_candidates_fit(look_request, rivals)
                 self.warn(("several candidates", look_request.loss), text)
             return candidate

@@ -12,7 +12,12 @@ from scatterpar.batch.batch import batch_of
 from scatterpar.plan import make_plan
 from scatterpar.step.request import LossCandidate, Request
 from scatterpar.verify import look_request
-from scatterpar.verify.look_request import LookRequest, LossWays, choose_rows
+from scatterpar.verify.look_request import (
+    LookRequest,
+    LossWays,
+    choose_rows,
+    is_open_between,
+)
 
 pytestmark = pytest.mark.draws
 CPUS = [torch.device("cpu", number) for number in range(2)]
@@ -93,9 +98,10 @@ def test_choice_is_of_the_candidate():
 def test_alike_candidates_are_not_open():
     """Labels count in each second row of the first half: not in equal parts."""
     step = asked()
-    assert step.is_open_between([BY_ROWS, BY_LABELS])
-    assert not step.is_open_between([BY_ROWS])
-    assert not step.is_open_between([BY_ROWS, LossCandidate("rows again")])
+    of_step = step.request, step.attempt.plan
+    assert is_open_between(*of_step, [BY_ROWS, BY_LABELS])
+    assert not is_open_between(*of_step, [BY_ROWS])
+    assert not is_open_between(*of_step, [BY_ROWS, LossCandidate("rows again")])
 
 
 def test_title_counts_from_one():

@@ -277,7 +277,7 @@ class Run:
         for name, value in self.must_match.items():
             if checkpoint[name] != value:
                 raise UsageError(
-                    f"--data {self.options.data}: its {name} are not those of the run "
+                    f"--data {self.options.data}: its {name} differ from the run "
                     f"in {self.folder}; pass the data of that run, or start a new one"
                 )
         for name, part in self.stateful.items():

@@ -468,7 +468,7 @@ class DataParallelCriterion(_OfPair[Criterion]):
                     "torch.stack([a, b], 1) in the place of torch.cat([a, b]), "
                     "output.transpose(0, 1) where rows come second, which the "
                     "criterion may undo. ScatterOnceParallel takes any output, because "
-                    "its criterion sees that of a micro-batch as it is"
+                    "its criterion gets the output of a micro-batch as it is"
                 )
         return plan
 

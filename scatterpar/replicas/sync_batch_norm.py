@@ -211,8 +211,8 @@ class Meeting(Cancellation):
             if not self.changed.wait(MEETING_SECONDS):
                 raise TimeoutError(
                     f"{missing} within {MEETING_SECONDS:g} s: it may wait for a "
-                    "lock that another replica holds, such as that of a function that "
-                    f"is the criterion; {_INSTEAD}"
+                    "lock that another replica holds, such as the lock of a criterion "
+                    f"that is a function; {_INSTEAD}"
                 )
         if exchange.result is None and self.is_set():
             raise Cancelled  # the last replica could not combine the contributions

@@ -32,7 +32,7 @@ def test_number_with_a_graph_is_told():
         self.balance = self.net(rows).mean()
         return self.net(rows)
 
-    with pytest.warns(UserWarning, match="'balance'.*first replica alone"):
+    with pytest.warns(UserWarning, match="'balance'.*first replica only"):
         called(forward)
 
 

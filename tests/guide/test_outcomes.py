@@ -538,7 +538,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
                 accum=1 + 2 * whole,
                 options={"whole_batch": whole},
             ),
-            f"{REPLICA}.*Return it.*an auxiliary loss.*count=, reduction= or "
+            f"{REPLICA}.*To use it, return it.*an auxiliary loss.*count=, reduction= or "
             "whole_batch=.*verify=",
         )
         for name, of in LEFT_BEHIND.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Self, TypedDict
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scatterpar.batch.batch import Batch, batch_of
+from scatterpar.batch.batch import Batch
 from scatterpar.batch.several_batches import batches_of
 from scatterpar.devices.copies import to_numbers
 from scatterpar.devices.virtual_devices import physical
@@ -137,14 +137,11 @@ class LossCandidate:
         words: the way, as texts name it, such as "a mean over rows".
         reduction: ``"mean"`` or ``"sum"``.
         count: the number of terms of a mean; ``None`` for rows or labels.
-        entries: what the inputs, a dict, have under these names. All candidates of a
-            list have the same names.
     """
 
     words: str
     reduction: str = "mean"
     count: CountFunction | None = None
-    entries: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -159,8 +156,6 @@ class Request:
         criterion: the user's; ``None`` if the module returns its loss.
         reduction: ``"mean"`` or ``"sum"``: how losses of micro-batches combine.
         count: the user's number of terms of a mean; ``None`` for rows or labels.
-        candidate: the way of a loop's by which losses combine; ``None`` if the
-            arguments say how.
         return_outputs: whether outputs are returned, or the function that selects.
         whole_batch: whether one loss sees all rows.
         scale: the scaler's factor of gradients.
@@ -174,7 +169,6 @@ class Request:
     criterion: Callable[[Any, Any], Any] | None = None
     reduction: str = "mean"
     count: CountFunction | None = None
-    candidate: LossCandidate | None = None
     return_outputs: bool | Callable[[Any], Any] = False
     whole_batch: bool = False
     scale: float = 1.0
@@ -202,28 +196,12 @@ class Request:
 
     def combined_by(self, candidate: LossCandidate) -> Self:
         """The request if losses combine as a candidate says."""
-        batches = self.batches
-        if candidate.entries:
-            batches = [_with_entries(batch, candidate.entries) for batch in batches]
-        return replace(
-            self,
-            batches=batches,
-            reduction=candidate.reduction,
-            count=candidate.count,
-            candidate=candidate,
-        )
+        return replace(self, reduction=candidate.reduction, count=candidate.count)
 
     @property
     def is_mean(self) -> bool:
         """Whether the loss is a mean of its terms, not a sum."""
         return self.reduction == "mean"
-
-
-def _with_entries(batch: Batch, entries: Mapping[str, Any]) -> Batch:
-    """The batch whose inputs, a dict, have these entries."""
-    inputs = {**batch.inputs, **entries}
-    dim = batch.structure.dim
-    return batch_of(inputs, batch.targets, batch.rows, dim, batch.first_row)
 
 
 def checked(

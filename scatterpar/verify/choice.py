@@ -43,13 +43,11 @@ def alike(
 
 def _combination(request: Request, parts: Parts, candidate: LossCandidate) -> object:
     """How a candidate divides and weighs parts of rows; no weights if it cannot."""
-    # All candidates of a list have entries of the same names.
-    entries = [*map(id, candidate.entries.values())]
     try:
         divided, weights = weighted_parts(request.combined_by(candidate), parts)
     except Inconclusive:
-        return entries
-    return entries, divided, [round(weight, _DIGITS) for weight in weights]
+        return None
+    return divided, [round(weight, _DIGITS) for weight in weights]
 
 
 def candidate_of(request: Request) -> LossCandidate:

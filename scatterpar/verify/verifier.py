@@ -217,18 +217,14 @@ class Verifier:
     def _widen_turns(self, look_request: LookRequest, kind: Kind, scope: Scope) -> None:
         """From now on a turn of steps of this kind includes ``scope``."""
         attempt = look_request.attempt
-        # The part of a sub-step that one replica at a time runs, without the look.
-        before = attempt.threads.scope
         # One call at a time disturbs nobody.
-        is_alone = len(attempt.plan.shares) == 1 or look_request.request.whole_batch
-        if is_alone and before < Scope.FUNCTION:
+        if len(attempt.plan.shares) == 1 or look_request.request.whole_batch:
             return
-        if scope <= max(kind.scope, before):
+        if scope <= max(kind.scope, attempt.threads.scope):
             return
         kind.scope = scope
-        if before < Scope.FUNCTION:  # else the loop has said so
-            text = look_words.turns_are_taken(look_request)
-            self.warn(("turns", look_request.loss), text)
+        text = look_words.turns_are_taken(look_request)
+        self.warn(("turns", look_request.loss), text)
         title = look_request.title(kind.looks)
         logger.info("%s: one replica at a time runs: %s", title, scope.name)
 

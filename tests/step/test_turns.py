@@ -66,7 +66,7 @@ class Finds:
     def __init__(self, scope):
         self.scope = scope
 
-    def check(self, attempt, tasks):
+    def look_if_due(self, attempt, task):
         return self.scope
 
     def tell(self):

@@ -17,7 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from scatterpar.batch.batch import Batch
 from scatterpar.devices import memory, streams, transfers
+from scatterpar.replicas.module_contents import ModuleContents
+from scatterpar.verify.rows import RowChoice
 
 HOST = torch.device("cpu")
 
@@ -85,8 +88,14 @@ class Guard(TorchDispatchMode):
         memory = self.memories.check(
             func, (args, kwargs), self.current, host_too=self.host_too
         )
+        # A view of the host's tensor stays the host's.
+        known = {storage._cdata for storage in _storages((args, kwargs))}
         result = func(*args, **kwargs)
-        fresh = [t for t in _tensors(result) if self.memories.owner(t) is None]
+        fresh = []
+        for tensor in _tensors(result):
+            is_view = not known.isdisjoint(s._cdata for s in _storages(tensor))
+            if not is_view and self.memories.owner(tensor) is None:
+                fresh.append(tensor)
         self.memories.claim(fresh, memory)
         return result
 
@@ -135,8 +144,8 @@ def guarded(monkeypatch, *modules, memories=None):
     if memories is None:
         memories = Memories()
     master = torch.device("cpu:0")
-    for module in modules:
-        memories.claim([*module.parameters(), *module.buffers()], master)
+    # Those of attributes and unregistered lists, too.
+    memories.claim([*ModuleContents(modules).tensors.values()], master)
     on = streams.use_device
     empty = memory.empty
     to_device = transfers.to_device
@@ -160,12 +169,25 @@ def guarded(monkeypatch, *modules, memories=None):
             memories.claim(result, device)
         return result
 
+    def on_host(method):
+        """The method, which computes on the host in a replica's thread, too."""
+
+        @functools.wraps(method)
+        def called(*args, **kwargs):
+            with torch._C._DisableTorchDispatch():
+                return method(*args, **kwargs)
+
+        return called
+
     def allowed_write(target, source, **options):
         with torch._C._DisableTorchDispatch():
             write(target, source, **options)
 
     monkeypatch.setattr(streams, "use_device", guarded_on)
     monkeypatch.setattr(memory, "empty", claimed_empty)
+    # The rows of a look are chosen, and taken from the user's batch.
+    monkeypatch.setattr(Batch, "select", on_host(Batch.select))
+    monkeypatch.setattr(RowChoice, "parts", on_host(RowChoice.parts))
     for path, module in [*sys.modules.items()]:
         if not path.startswith("scatterpar"):
             continue

@@ -136,21 +136,8 @@ class Ranks:
         # First: an allocation that fails here is a failure that others can be told.
         statistics = [] if outcome.statistics is None else outcome.statistics.to_pool()
         flats, sums = _packed_by_dtype(self._parts_of(outcome, statistics))
-        parameters = enumerate(self._module.parameters())
-        positions = {id(parameter): position for position, parameter in parameters}
-        # Leaves of the criterion have no position.
-        trained = [positions.get(id(leaf)) for leaf, _ in outcome.gradients]
-        # As text, compared by all ranks: else they would add tensors of different
-        # parameters, or wait for each other for ever.
-        scale = outcome.request.scale
-        tensors = _kind_of_outcome(outcome, sums)
-        names = sorted(outcome.logged)
-        if len(names) > MAX_LOGGED:
-            raise ValueError(
-                f"the criterion returned {len(names)} numbers to log, and ranks add up "
-                f"at most {MAX_LOGGED}; return fewer"
-            )
-        kind = f"{is_mean} {trained} {scale} {tensors} {names}"
+        names = _names_to_log(outcome)
+        kind = f"{self._kind_of_sums(outcome, sums)} {names}"
         weight = outcome.terms if is_mean else 1.0  # of this rank's loss
         summands = [outcome.terms, outcome.loss * weight]
         summands += [outcome.logged[name] * weight for name in names]
@@ -179,6 +166,18 @@ class Ranks:
             },
             terms=terms,
         )
+
+    def _kind_of_sums(self, outcome: Outcome, sums: _SumParts) -> str:
+        """What this rank adds up, as text that all ranks compare: else they would add
+        tensors of different parameters, or wait for each other for ever.
+        """
+        parameters = enumerate(self._module.parameters())
+        positions = {id(parameter): position for position, parameter in parameters}
+        # Leaves of the criterion have no position.
+        trained = [positions.get(id(leaf)) for leaf, _ in outcome.gradients]
+        request = outcome.request
+        tensors = _kind_of_outcome(outcome, sums)
+        return f"{request.is_mean} {trained} {request.scale} {tensors}"
 
     def _parts_of(self, outcome: Outcome, pooled: Sequence[Tensor]) -> _SumParts:
         """The tensors that this rank adds to the step's all-reduce.
@@ -281,6 +280,17 @@ class _SumParts(NamedTuple):
     flags: list[Tensor]
     buffers: list[Tensor]
     statistics: list[Tensor]
+
+
+def _names_to_log(outcome: Outcome) -> list[str]:
+    """The names of the numbers that the criterion has returned, in one order."""
+    names = sorted(outcome.logged)
+    if len(names) > MAX_LOGGED:
+        raise ValueError(
+            f"the criterion returned {len(names)} numbers to log, and ranks add up "
+            f"at most {MAX_LOGGED}; return fewer"
+        )
+    return names
 
 
 def _kind_of_outcome(outcome: Outcome, parts: _SumParts) -> str:

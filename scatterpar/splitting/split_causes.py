@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from scatterpar.causes.cause_list import other_weights
 from scatterpar.causes.counts import Count
@@ -143,15 +144,7 @@ def _growth(results: SplitResults, unit: str, others: int) -> list[Growth]:
     rows = trial.rows[: len(trial.rows) // multiple * multiple]
     if not rows:
         return []
-    expected = joined(trial.runs.reference(rows).gradients)
-    differences = []
-    for number in _UNITS:
-        ranks, parts = (number, others) if unit == "rank" else (others, number)
-        # Dealt like cards, so that each part has rows of all kinds.
-        dealt = [row for start in range(number) for row in rows[start::number]]
-        actual = trial.runs.gradients_of(trial.cut(dealt, ranks, parts, equal=True))
-        differences.append(joined(actual) - expected)
-    two, three = differences
+    two, three = [_difference(trial, rows, unit, n, others) for n in _UNITS]
     # Without a difference both are not a number, which no growth is.
     factor = float(three.norm() / two.norm())
     cosine = float(torch.cosine_similarity(two, three, dim=0))
@@ -159,6 +152,17 @@ def _growth(results: SplitResults, unit: str, others: int) -> list[Growth]:
         Growth(unit, factor, (3 * times - 1) / (2 * times - 1), cosine)
         for times in {1, others}
     ]
+
+
+def _difference(
+    trial: Trial, rows: Sequence[int], unit: str, number: int, others: int
+) -> Tensor:
+    """The gradient of ``number`` equal units, minus that of the whole batch."""
+    ranks, parts = (number, others) if unit == "rank" else (others, number)
+    # Dealt like cards, so that each part has rows of all kinds.
+    dealt = [row for start in range(number) for row in rows[start::number]]
+    actual = trial.runs.gradients_of(trial.cut(dealt, ranks, parts, equal=True))
+    return joined(actual) - joined(trial.runs.reference(rows).gradients)
 
 
 def mean_of_means_in_a_term(results: SplitResults) -> Finding | None:

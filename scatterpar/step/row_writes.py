@@ -27,6 +27,11 @@ from scatterpar.errors import Told, warn
 from scatterpar.torch_private.autograd import saved_tensors
 
 RowAccess = tuple[str, str]  # who has written, and what
+_WRITES_ARE_LOST = (
+    "The replicas get copies: your tensors keep their values, and the next step begins "
+    "with these. What is to stay, return from forward, and write it after the step "
+    "(return_outputs=True). If nobody reads it again, nothing is lost."
+)
 
 
 class KnownWrites:
@@ -123,13 +128,7 @@ class RowWrites:
             names = sorted(name for by, name in self._lost if by == writer)
             new = [name for name in names if self._known.told.mark((writer, name))]
             if new:
-                warn(
-                    f"{writer} writes {', '.join(new)} in place. The replicas get "
-                    "copies: your tensors keep their values, and the next step begins "
-                    "with these. What is to stay, return from forward, and write it "
-                    "after the step (return_outputs=True). If nobody reads it again, "
-                    "nothing is lost."
-                )
+                warn(f"{writer} writes {', '.join(new)} in place. {_WRITES_ARE_LOST}")
 
 
 def _memory_read_by(result: Any) -> set[int]:

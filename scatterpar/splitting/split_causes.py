@@ -144,7 +144,7 @@ def _growth(results: SplitResults, unit: str, others: int) -> list[Growth]:
     rows = trial.rows[: len(trial.rows) // multiple * multiple]
     if not rows:
         return []
-    two, three = [_difference(trial, rows, unit, n, others) for n in _UNITS]
+    two, three = [_difference_of_units(trial, rows, unit, n, others) for n in _UNITS]
     # Without a difference both are not a number, which no growth is.
     factor = float(three.norm() / two.norm())
     cosine = float(torch.cosine_similarity(two, three, dim=0))
@@ -154,7 +154,7 @@ def _growth(results: SplitResults, unit: str, others: int) -> list[Growth]:
     ]
 
 
-def _difference(
+def _difference_of_units(
     trial: Trial, rows: Sequence[int], unit: str, number: int, others: int
 ) -> Tensor:
     """The gradient of ``number`` equal units, minus that of the whole batch."""

@@ -29,6 +29,7 @@ ENGINE = (
     "step",
     "threads",
     "verify",
+    "calls",
     "pair",
     "distributed",
 )
@@ -41,6 +42,7 @@ FILES = (
     "tests/nullcuda/test_streams.py",
     "tests/options/graphs/test_graphs.py",
     "tests/devices/cards/test_accelerator.py",
+    "tests/devices/cards/test_calls.py",
 )
 
 
@@ -186,6 +188,22 @@ what is computed after a capture uses the graph's workspaces
 +finally:
 +            pass
 test_closed_engine_leaves_others_workspaces: AssertionError
+
+a call does not wait for the streams of the call before
+-stream.wait_stream(before)
+test_calls_on_other_streams_each_time
+
+gradients of earlier calls are not waited for
+-present.wait_stream(stream)
+test_calls_on_other_streams_in_one_loss
+
+the streams of earlier calls do not wait for sums
+-stream.wait_stream(present)
+test_calls_on_other_streams_each_time
+
+outputs of a call in a checkpoint are read too early
+-of_thread.wait_stream(stream)
+test_outputs_of_a_checkpointed_pair_are_waited_for
 
 a capture that is lost is not tried again
 -except CaptureLost:

@@ -127,12 +127,7 @@ def test_call_on_accelerators_is_exact(name, calls, device_ids):
     assert_same(net, found, plain, expected)
 
 
-@pytest.mark.parametrize("calls", [1, 3])
-@pytest.mark.parametrize("name", OF_THE_PAIR)
-def test_pair_on_accelerators_is_exact(name, calls, device_ids):
-    if name in SELECTING and calls > 1:
-        pytest.skip("no_sync")
-    program = CHOSEN[name]
+def check_pair(program, calls, device_ids):
     net, plain = on_card(program), on_card(program)
     expected = run(program, plain, plain, contextlib.nullcontext, calls)
     torch.accelerator.synchronize()
@@ -144,6 +139,19 @@ def test_pair_on_accelerators_is_exact(name, calls, device_ids):
     with streams_of_the_users():
         found = run(program, call, net, pair.no_sync, calls)
     assert_same(net, found, plain, expected)
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+@pytest.mark.parametrize("name", OF_THE_PAIR)
+def test_pair_on_accelerators_is_exact(name, calls, device_ids):
+    if name in SELECTING and calls > 1:
+        pytest.skip("no_sync")
+    check_pair(CHOSEN[name], calls, device_ids)
+
+
+def test_outputs_of_a_checkpointed_pair_are_waited_for(device_ids):
+    """The pass that computes them again runs in a thread of autograd's."""
+    check_pair(CHOSEN["reentrant checkpoint around"], 1, device_ids)
 
 
 @pytest.mark.parametrize("place", ["host", "pinned", "device"])
@@ -242,3 +250,31 @@ def test_constant_of_each_replica_is_not_told(device_ids):
     engine = ScatterOnceParallel(net, device_ids=device_ids)
     with engine, warnings.catch_warnings(action="error"):
         engine(ROWS.to(kind()))
+
+
+def test_calls_on_other_streams_in_one_loss(device_ids):
+    """Gradients of both calls arrive in one pass, each on the streams of its call."""
+    net, plain = on_card(Program()), on_card(Program())
+    rows, labels = ROWS.to(kind()), LABELS.to(kind())
+    for _ in range(4):
+        cross_entropy(plain, plain, rows, labels).backward()
+    torch.accelerator.synchronize()
+    engine = ScatterOnceParallel(net, device_ids=device_ids)
+    master = f"{kind()}:0"
+    with engine:
+        before = torch.accelerator.current_stream(master)
+        for number in range(2):
+            with contextlib.ExitStack() as stack:
+                if number < 1:
+                    stack.enter_context(engine.no_sync())
+                losses = []
+                for _ in range(2):
+                    stack.enter_context(streams_of_the_users())
+                    # The user's own part: the master's tensors go from stream to stream.
+                    present = torch.accelerator.current_stream(master)
+                    present.wait_stream(before)
+                    losses.append(cross_entropy(engine, net, rows, labels))
+                    before = present
+                sum(losses).backward()
+        torch.accelerator.current_stream(master).wait_stream(before)
+    assert_same(net, [], plain, [])

@@ -38,7 +38,7 @@ from scatterpar.calls.inner_gradients import refused_inner_backward
 from scatterpar.calls.left_tensors import join_left_tensors
 from scatterpar.calls.lost_state import LostState
 from scatterpar.calls.numbers import BY_ROWS, NumberRule, combined_number, weights_of
-from scatterpar.calls.replicas_of_call import ReplicasOfCall
+from scatterpar.calls.replicas_of_call import ReplicasOfCall, modules_in
 from scatterpar.calls.unread_outputs import (
     entries_by_name,
     has_loss,
@@ -207,9 +207,12 @@ class Calls:
             return "it runs in a transform of torch.func"
         if module in self._indivisible:
             return self._indivisible[module]
-        for name, parameter in self._root.named_parameters():
-            if not parameter.is_leaf:
-                return f"its parameter {name!r} is computed from others"
+        for owner in modules_in(self._root):
+            for parameter in owner._parameters.values():
+                if parameter is not None and not parameter.is_leaf:
+                    pairs = self._root.named_parameters()
+                    name = next(name for name, value in pairs if value is parameter)
+                    return f"its parameter {name!r} is computed from others"
         args, kwargs = arguments
         try:
             parts = {"inputs": args, "keyword inputs": kwargs}
@@ -378,7 +381,7 @@ class Calls:
 
     def _tell_of_layers(self, module: nn.Module) -> None:
         """Warn once of layers and hooks that see the rows of one replica."""
-        has_statistics = any(map(_has_statistics_of_rows, module.modules()))
+        has_statistics = any(map(_has_statistics_of_rows, modules_in(module)))
         if has_statistics and self._told.mark("batch normalisation"):
             warn(
                 "the module has batch normalisation, or another layer with running "

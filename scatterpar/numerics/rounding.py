@@ -28,7 +28,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from scatterpar.torch_private.autograd import is_function_of_user, nodes_reached
+from scatterpar.torch_private.autograd import (
+    is_function_of_user,
+    is_of_leaf,
+    nodes_reached,
+)
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,10 @@ class Rounding:
         self.add(loss.dtype)
         # The whole graph, because autocast changes dtypes in the middle of it.
         for node in nodes_reached(loss):
-            self._watch_node(node)
+            # A leaf's node, and hooks on it, may stay for as long as the leaf. It does
+            # not run, because gradients are asked for by ``autograd.grad``.
+            if not is_of_leaf(node):
+                self._watch_node(node)
 
     def _watch_node(self, node: Any) -> None:
         self.has_functions |= is_function_of_user(node)

@@ -154,9 +154,14 @@ def leaves_of(nodes: Iterable[Any]) -> list[Tensor]:
     """The leaves among the nodes of a graph, each once."""
     leaves: dict[int, Tensor] = {}
     for node in nodes:
-        if type(node).__name__ == "AccumulateGrad":
+        if is_of_leaf(node):
             leaves[id(node.variable)] = node.variable
     return list(leaves.values())
+
+
+def is_of_leaf(node: Any) -> bool:
+    """Whether a node of a graph accumulates the gradient of a leaf."""
+    return type(node).__name__ == "AccumulateGrad"
 
 
 def is_function_of_user(node: Any) -> bool:

@@ -11,6 +11,7 @@ from harness.models import CLASSES, FEATURES
 from harness.oracle import build, randn
 from harness.weighted import classes, padded
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from scatterpar import ScatterOnceParallel
@@ -182,3 +183,17 @@ def test_tf32_rounds_float32_operators_only(monkeypatch):
 
 def test_no_rounding_in_operators_on_cpu():
     assert rounding.formats_inside_operators(torch.device("cpu")) == {}
+
+
+def test_check_leaves_no_hook_on_parameters(monkeypatch):
+    """A leaf's node stays while anything refers to it, such as the hooks of calls."""
+    net = build(lambda: nn.Linear(FEATURES, CLASSES))
+    nodes = [get_gradient_edge(parameter).node for parameter in net.parameters()]
+    with ScatterOnceParallel(net, device_ids=["cpu"] * 2) as engine:
+        step(engine, nn.CrossEntropyLoss(), classes(ROWS), randn(ROWS, FEATURES))
+        engine(randn(ROWS, FEATURES)).sum().backward()
+    added = []
+    monkeypatch.setattr(Rounding, "add", lambda self, dtype: added.append(dtype))
+    net(randn(ROWS, FEATURES)).sum().backward()
+    assert len(nodes) == 2
+    assert added == []

@@ -22,7 +22,7 @@ from torch import nn
 from scatterpar.batch import nested
 from scatterpar.devices.device_ids import DeviceLike, resolve
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.errors import warn
+from scatterpar.errors import Told, warn
 from scatterpar.torch_private.autograd import current_graph_task
 from scatterpar.torch_private.compiler import never_compiled, unwrapped
 
@@ -34,7 +34,7 @@ class DividedModules:
 
     During a step, these calls are the engine's:
 
-    - calls of the model, with any number of rows;
+    - calls of the model, with any number of rows, but not of a single vector;
     - calls of its children, and of theirs, that get as many rows as the batch of the
       step has: the outermost of them.
 
@@ -69,9 +69,9 @@ class DividedModules:
         self._rows = 0
         # The parts that were divided in this step's forward passes.
         self._divided_parts: set[nn.Module] = set()
-        self._calls: list[_DividedCall] = []
+        self._calls: dict[nn.Module, _DividedCall] = {}
         self._is_in_step = False  # true in the body of the outermost ``step``
-        self._has_told_of_generation = False
+        self._told = Told()
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether these are the calls of ``model``, or of what it wraps."""
@@ -128,31 +128,43 @@ class DividedModules:
             return [self._wrapped]
         return _opened(self.model, self._excluded)
 
-    def _found_calls(self) -> list[_DividedCall]:
+    def _found_calls(self) -> dict[nn.Module, _DividedCall]:
         """The calls of all modules with parameters, as the model is now."""
         models = self.models()
         if self._children is not None:
             self._children.update(models)
-        found: dict[nn.Module, _DividedCall] = {}
+        found: dict[nn.Module, None] = {}
         for model in models:
-            _find_with_parameters(model, found, self)
-        for model in (*models, self.model):
-            if model in found:
-                found[model].is_model = True
-        return list(found.values())
+            _find_with_parameters(model, found)
+        top = {*models, self.model}
+        calls: dict[nn.Module, _DividedCall] = {}
+        for module in found:
+            # Most modules are there in each step.
+            calls[module] = self._calls.get(module) or _DividedCall(self, module)
+            calls[module].is_model = module in top
+        return calls
 
     def _install(self) -> None:
-        for call in self._calls:
+        for call in self._calls.values():
             call.install()
 
     def _remove(self) -> None:
-        for call in self._calls:
+        for call in self._calls.values():
             call.remove()
 
     @never_compiled
     def call(self, call: _DividedCall, args: Any, kwargs: Any) -> Any:
         """The output of a module; with the batch's rows, or of a model, divided."""
         if not call.is_model and not self._is_of_batch(call, args, kwargs):
+            return call.plain(*args, **kwargs)
+        if self._is_of_vectors(args, kwargs):
+            name = type(call.module).__name__
+            if self._told.mark(name):
+                warn(
+                    f"a call of {name} is computed on the first device alone: its "
+                    "inputs are vectors that have no number per row of the batch; "
+                    "give them a dimension of rows, as by x[None], to divide them"
+                )
             return call.plain(*args, **kwargs)
         self._divided_parts.add(call.module)
         # Replicas are copies of the modules as the user has them.
@@ -172,14 +184,25 @@ class DividedModules:
         is_again = current_graph_task() != -1
         return not is_again or call.module in self._divided_parts
 
+    def _is_of_vectors(self, args: Any, kwargs: Any) -> bool:
+        """Whether a call gets vectors alone, such as a single row of the batch.
+
+        The first dimension of other tensors is that of rows.
+        """
+        tensors = nested.tensors((args, kwargs))
+        for tensor in tensors:
+            is_vector = tensor.ndim == 1 and tensor.is_floating_point()
+            if not is_vector or tensor.size(0) == self._rows:
+                return False
+        return bool(tensors)
+
     def compute(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The output of a module that the engine has."""
         return self.engine.call_part(module, args, kwargs)
 
     def generate(self, call: _DividedCall, args: Any, kwargs: Any) -> Any:
         """What the module's own ``generate`` returns, computed on the master."""
-        if not self._has_told_of_generation:
-            self._has_told_of_generation = True
+        if self._told.mark("generate"):
             warn(
                 "generate runs on the first device alone, since its calls share a "
                 "cache; call engine.map(model.generate, …) to generate on all devices"
@@ -204,14 +227,14 @@ class _DividedCall:
         self.module = module
         self.is_model = False
         self._divided = divided
-        # Also of a class, as ``_compiled_call_impl`` is, and ``None`` there.
-        self._compiled: Any = module._compiled_call_impl
+        self._compiled: Any = None
         self._can_generate = callable(getattr(type(module), "generate", None))
 
     def install(self) -> None:
         """From now on, the module's calls are those of this object."""
         attributes = vars(self.module)
         # torch's own place for what runs a call of this one module.
+        self._compiled = attributes.get("_compiled_call_impl")
         attributes["_compiled_call_impl"] = self
         if self._can_generate:
             attributes["generate"] = self._generate
@@ -262,21 +285,21 @@ def _opened(owner: nn.Module, excluded: tuple[type[nn.Module], ...]) -> list[nn.
     return opened
 
 
-def _find_with_parameters(
-    module: nn.Module, found: dict[nn.Module, _DividedCall], divided: DividedModules
-) -> bool:
-    """Add the calls of ``module`` and its parts that have parameters.
+def _find_with_parameters(module: nn.Module, found: dict[nn.Module, None]) -> bool:
+    """Add ``module`` and its parts that have parameters to those that are ``found``.
 
     Returns whether ``module`` has parameters.
     """
     if module in found:
         return True
-    has_parameters = any(value is not None for value in module._parameters.values())
-    for child in module.children():
-        if _find_with_parameters(child, found, divided):
+    has_parameters = False
+    for value in module._parameters.values():
+        has_parameters |= value is not None
+    for child in module._modules.values():
+        if child is not None and _find_with_parameters(child, found):
             has_parameters = True
     if has_parameters:
-        found[module] = _DividedCall(divided, module)
+        found[module] = None
     return has_parameters
 
 

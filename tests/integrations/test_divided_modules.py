@@ -256,6 +256,37 @@ def test_part_that_is_not_divided_is_told_once(kind, recwarn):
     divided.close()
 
 
+@pytest.mark.parametrize("rows", [ROWS[:1], ROWS, {"words": ["a", "b"]}])
+def test_single_row_is_computed_on_the_master_and_told_once(rows, recwarn, computed):
+    """As torch's layers take it: a vector, without a dimension of rows."""
+    model = net()
+    plain = copy.deepcopy(model)
+    divided = DividedModules(model, VIRTUAL)
+    with divided.step(rows):
+        for _ in range(2):
+            model(ROWS[0]).sum().backward()
+            model(ROWS).sum().backward()
+    for _ in range(2):
+        plain(ROWS[0]).sum().backward()
+        plain(ROWS).sum().backward()
+    assert computed == [model, model]
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad)
+    texts = [str(warning.message) for warning in recwarn]
+    assert len([text for text in texts if "Net is computed on the first" in text]) == 1
+    divided.close()
+
+
+def test_vector_with_a_number_per_row_is_divided(computed):
+    model = build(lambda: nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.Linear(1, 2)))
+    times = randn(6)
+    divided = DividedModules(model, VIRTUAL)
+    with divided.step((ROWS, times)):
+        torch.testing.assert_close(model(times), model[1](times[:, None]))
+    assert model in computed
+    divided.close()
+
+
 def test_error_leaves_the_modules_as_before():
     model = net()
     divided = DividedModules(model, VIRTUAL)

@@ -292,6 +292,13 @@ def divided_calls(monkeypatch):
     return modules
 
 
+class RowByRow(Plain):
+    """Calls its network for the first row of a batch, without a dimension of rows."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + self(batch[0][0]).sum()
+
+
 RUNS = {
     "plain": {},
     "skipped batches": {"kind": Skips},
@@ -415,6 +422,15 @@ def test_what_step_functions_write_is_as_stock(verb, layout):
             getattr(own, verb)(module, loader())
         values.append(module.written.values())
     assert_same_writes(*values)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_row_without_a_dimension_of_rows(layout, recwarn):
+    _, ours = fitted(layout, RowByRow, accumulate_grad_batches=2)
+    _, plain = fitted(None, RowByRow, accumulate_grad_batches=2)
+    assert_same(ours, plain)
+    words = "Sequential is computed on the first device alone"
+    assert len([one for one in recwarn if words in str(one.message)]) == 1
 
 
 def test_networks_of_metrics_are_not_divided(divided_calls):

@@ -6,5 +6,5 @@ from __future__ import annotations
 
 from nullcuda import card
 
-NEED_IT = ["test_the_path.py", "test_streams.py"]
+NEED_IT = ["test_memory_of_calls.py", "test_the_path.py", "test_streams.py"]
 collect_ignore = [] if card.is_null() else NEED_IT

@@ -381,7 +381,9 @@ class Calls:
 
     def _tell_of_layers(self, module: nn.Module) -> None:
         """Warn once of layers and hooks that see the rows of one replica."""
-        has_statistics = any(map(_has_statistics_of_rows, modules_in(module)))
+        kind = nn.modules.batchnorm._NormBase
+        norms = [part for part in modules_in(module) if isinstance(part, kind)]
+        has_statistics = any(map(_has_statistics_of_rows, norms))
         if has_statistics and self._told.mark("batch normalisation"):
             warn(
                 "the module has batch normalisation, or another layer with running "
@@ -486,12 +488,11 @@ def _joined_later(
     return read_later(outputs[0], entries, joins)
 
 
-def _has_statistics_of_rows(layer: nn.Module) -> bool:
+def _has_statistics_of_rows(layer: nn.modules.batchnorm._NormBase) -> bool:
     """Whether a layer computes, or keeps, statistics of the rows that it sees."""
     if uses_batch_statistics(layer):
         return True
-    is_norm = isinstance(layer, nn.modules.batchnorm._NormBase)
-    return is_norm and layer.training and bool(layer.track_running_stats)
+    return layer.training and bool(layer.track_running_stats)
 
 
 def _output_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -257,7 +257,7 @@ def test_part_that_is_not_divided_is_told_once(kind, recwarn):
 
 
 @pytest.mark.parametrize("rows", [ROWS[:1], ROWS, {"words": ["a", "b"]}])
-def test_single_row_is_computed_on_the_master_and_told_once(rows, recwarn, computed):
+def test_single_row_on_the_master_is_told_once(rows, recwarn, computed):
     """As torch's layers take it: a vector, without a dimension of rows."""
     model = net()
     plain = copy.deepcopy(model)

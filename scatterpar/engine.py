@@ -575,7 +575,11 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 number = schedule.replicas_of_criterion
                 self._calls.gradients.disconnect(self._replicas.of_model)
                 self._replicas.refresh(
-                    self.module, request.criterion, transfers, number
+                    self.module,
+                    request.criterion,
+                    transfers,
+                    number,
+                    lazily=schedule.replays(),
                 )
             with attempt.phase("compute"), user_state_guarded(attempt):  # 4
                 tasks = make_tasks(attempt, loaders)

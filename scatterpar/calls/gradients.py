@@ -188,6 +188,8 @@ class CallGradients:
 
     def disconnect(self, replica_set: ReplicaSet) -> None:
         """Make the replicas' tensors leaves again, for steps."""
+        if self._replica_set is None and not self._copies:
+            return  # as in a loop of steps alone
         present: set[int] = set()
         for replica in replica_set.replicas[1:]:
             present.update(map(id, replica.tensors))

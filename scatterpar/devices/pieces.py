@@ -10,11 +10,13 @@ A piece of several parts is packed into one buffer before it is copied.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, TypeVar
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,7 @@ _ALIGNMENT = 512  # bytes, of CUDA's allocations
 # So that each piece begins where kernels can read several elements at once.
 _ELEMENTS = 16
 _Key = TypeVar("_Key", bound=Hashable)
+_DTYPE = attrgetter("dtype")
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,16 @@ class Piece(Generic[_Key]):
         dtype: of the elements.
         parts: a tensor's key, and the numbers of its first element and of the one after
             the last.
+        cut: the positions of the parts that are not whole tensors.
     """
 
     dtype: torch.dtype
     parts: Sequence[tuple[_Key, int, int]]
+    cut: Sequence[int] = ()
+
+    @cached_property
+    def _keys(self) -> list[_Key]:
+        return [key for key, _, _ in self.parts]
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -58,11 +67,11 @@ class Piece(Generic[_Key]):
 
     def of(self, flat: Mapping[_Key, Tensor]) -> list[Tensor]:
         """The parts of these tensors."""
-        parts: list[Tensor] = []
-        for key, start, stop in self.parts:
-            tensor = flat[key]
-            is_whole = stop - start == tensor.numel()
-            parts.append(tensor if is_whole else tensor[start:stop])
+        # Hundreds of parts, without a Python call for each.
+        parts = list(map(flat.__getitem__, self._keys))
+        for position in self.cut:
+            _, start, stop = self.parts[position]
+            parts[position] = parts[position][start:stop]
         return parts
 
     def in_buffer(self, buffer: Tensor) -> Tensor:
@@ -108,34 +117,60 @@ def needs_pieces(num_bytes: int, devices: int) -> bool:
 
 def cut_into_pieces(
     flat: Mapping[_Key, Tensor], devices: int, max_bytes: int
-) -> list[Piece[_Key]]:
+) -> Sequence[Piece[_Key]]:
     """Cut 1-D tensors into pieces of about ``max_bytes`` at most, the largest first.
 
     There are about as many as devices except the first, or more if they are large. More
     would be more launches, which cost more than links save. Large tensors are not
     packed: each is cut alone.
     """
-    by_dtype: defaultdict[torch.dtype, dict[_Key, int]] = defaultdict(dict)
-    for key, tensor in flat.items():
-        by_dtype[tensor.dtype][key] = tensor.numel()
-    pieces: list[Piece[_Key]] = []
-    for dtype, sizes in by_dtype.items():
+    tensors = flat.values()
+    sizes = tuple(
+        zip(flat, map(_DTYPE, tensors), map(Tensor.numel, tensors), strict=True)
+    )
+    # Each step has the same ones. No tensor is kept alive.
+    pieces: Sequence[Piece[_Key]] = _cut(sizes, devices, max_bytes)
+    return pieces
+
+
+@functools.lru_cache(maxsize=64)
+def _cut(
+    sizes: Sequence[tuple[Any, torch.dtype, int]], devices: int, max_bytes: int
+) -> Sequence[Piece[Any]]:
+    """Cut tensors of which key, dtype and number of elements are known."""
+    by_dtype: defaultdict[torch.dtype, dict[Any, int]] = defaultdict(dict)
+    for key, dtype, size in sizes:
+        by_dtype[dtype][key] = size
+    pieces: list[Piece[Any]] = []
+    for dtype, of_dtype in by_dtype.items():
         most = max(_ELEMENTS, max_bytes // dtype.itemsize)
-        wanted = -(-sum(sizes.values()) // (devices - 1))
+        wanted = -(-sum(of_dtype.values()) // (devices - 1))
         elements = _ceil_to(_ELEMENTS, min(wanted, most))
-        small: dict[_Key, int] = {}
-        for key, size in sizes.items():
+        small: dict[Any, int] = {}
+        for key, size in of_dtype.items():
             if 2 * size < elements:
                 small[key] = size
                 continue
             count = max(round(size / elements), -(-size // most))
-            parts = _parts_of_pieces(
-                {key: size}, _ceil_to(_ELEMENTS, -(-size // count))
-            )
-            pieces += [Piece(dtype, part) for part in parts]
-        pieces += [Piece(dtype, parts) for parts in _parts_of_pieces(small, elements)]
+            elements_of_part = _ceil_to(_ELEMENTS, -(-size // count))
+            pieces += _in_pieces(dtype, {key: size}, elements_of_part)
+        pieces += _in_pieces(dtype, small, elements)
     # Those that are copied at the same time take the same time.
     pieces.sort(key=lambda piece: piece.nbytes, reverse=True)
+    return pieces
+
+
+def _in_pieces(
+    dtype: torch.dtype, sizes: Mapping[_Key, int], elements: int
+) -> list[Piece[_Key]]:
+    """Pieces of so many elements of these tensors, one after the other."""
+    pieces: list[Piece[_Key]] = []
+    for parts in _parts_of_pieces(sizes, elements):
+        cut: list[int] = []
+        for position, (key, start, stop) in enumerate(parts):
+            if stop - start < sizes[key]:
+                cut.append(position)
+        pieces.append(Piece(dtype, parts, cut))
     return pieces
 
 

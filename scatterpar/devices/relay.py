@@ -42,7 +42,8 @@ def relay(
 ) -> None:
     """Copy the tensors of the first device to the same ones of all others.
 
-    ``flat`` has 1-D tensors per device.
+    ``flat`` has 1-D tensors per device. Of those of the first device the others may
+    have more.
     """
     pieces = cut_into_pieces(flat[0], len(devices), coalescing.CHUNK_BYTES)
     packed = [piece for piece in pieces if len(piece.parts) > 1]
@@ -91,7 +92,8 @@ class _PieceBuffers(Generic[_Key]):
         self._sent: list[dict[torch.device, torch.Event | None]] = []
         for _ in range(self._count):
             self._sent.append({})
-        self._full: list[Piece[_Key]] = []
+        # With its memory in the buffers of all devices.
+        self._full: list[tuple[Piece[_Key], list[Tensor]]] = []
 
     def _places(self, piece: Piece[_Key], number: int) -> list[Tensor]:
         """The memory of a piece in the buffer of this number, on each device."""
@@ -112,7 +114,7 @@ class _PieceBuffers(Generic[_Key]):
             lanes.send(source, sender, target, receiver)
             sent[sender] = lanes.sent(sender)
             lanes.send_arrived(receiver)
-        self._full.append(piece)
+        self._full.append((piece, places))
         if len(self._full) == self._count:
             self.unpack(lanes)
 
@@ -122,9 +124,8 @@ class _PieceBuffers(Generic[_Key]):
             lanes.use_arriving(self._devices[receiver])
             sources: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
             targets: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
-            for number, piece in enumerate(self._full):
-                packed = self._places(piece, number)[receiver]
-                sources[piece.dtype] += packed.split(piece.sizes)
+            for piece, places in self._full:
+                sources[piece.dtype] += torch.split(places[receiver], piece.sizes)
                 targets[piece.dtype] += piece.of(self._flat[receiver])
             for dtype, arrived in sources.items():
                 torch._foreach_copy_(targets[dtype], arrived)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from itertools import compress
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ _DIFFERENCES_IN_A_ROW = 2
 _COMPARISONS_PER_READING = 16
 # By number of the tensors that are compared: all of their words, or samples.
 _Compared = dict[int, Reading]
+_NBYTES = attrgetter("nbytes")
 
 
 class CopyComparison(NamedTuple):
@@ -147,6 +149,13 @@ class Broadcast:
         # The first question needs no Python call per tensor.
         return self.are_in_place() or self.adopt(self.contents, self.memories)
 
+    def forget_moved(self) -> None:
+        """Forget flat views of the user's tensors, if a storage was exchanged since
+        ``adopt_storages``.
+        """
+        if not self.are_in_place():
+            self._flat.pop(self.memories[0], None)
+
     def at(self, device: torch.device) -> Sequence[Tensor]:
         """The tensors in the memory of ``device``."""
         is_master = device == self.memories[0]
@@ -214,7 +223,10 @@ class Broadcast:
         return CopyComparison(present, compared, master, differences)
 
     def send_changed(self, transfers: Transfers, comparison: CopyComparison) -> None:
-        """Send the master's values of changed tensors, after ``compare``."""
+        """Send the master's values of changed tensors, after ``compare``.
+
+        The tensors are where ``adopt_storages`` has found them.
+        """
         if not self._copies:
             return
         present = comparison.versions
@@ -254,6 +266,7 @@ class Broadcast:
             return
         sent = self._sent
         self.invalidate()  # until all are sent
+        self.forget_moved()
         self._send_from(self.memories[0], changed, transfers)
         self._sent = sent | {number: present[number] for number in changed}
 
@@ -275,6 +288,7 @@ class Broadcast:
         """
         sent = self._sent
         self.invalidate()
+        self.forget_moved()
         for memory in self.memories:
             owned = {number for number, owner in owners.items() if owner == memory}
             self._send_from(memory, owned, transfers)
@@ -316,19 +330,16 @@ class Broadcast:
         common = set(numbers).intersection(*of_devices)
         if not needs_pieces(self._bytes_of(common), len(devices)):
             return set()
-        in_order = sorted(common)
-        flat = [{number: views[number] for number in in_order} for views in of_devices]
-        relay(flat, devices, transfers, "replicate")
+        of_owner, *of_others = of_devices
+        sent = {number: of_owner[number] for number in sorted(common)}
+        relay([sent, *of_others], devices, transfers, "replicate")
         return common
 
     def _bytes_of(self, numbers: Set[int]) -> int:
-        return sum(self._tensors[number].nbytes for number in numbers)
+        return sum(map(_NBYTES, map(self._tensors.__getitem__, numbers)))
 
     def _flat_at(self, device: torch.device) -> Mapping[int, Tensor]:
         """Flat views of the tensors of a device that have one, by number."""
-        # The user may exchange the storage of a tensor, which its view does not see.
-        if device == self.memories[0] and not self.are_in_place():
-            self._flat.pop(device, None)
         if device not in self._flat:
             flat: dict[int, Tensor] = {}
             for number, tensor in enumerate(self.at(device)):

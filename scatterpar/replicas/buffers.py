@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from scatterpar.replicas.shared_buffers import BufferDict, MemoryChanges, Memory
 BufferValue = tuple[BufferDict, str, "Tensor | None"]
 
 _kind_of_buffer = attrgetter("shape", "dtype", "layout")
+_REGISTERED_BUFFERS = attrgetter("_buffers")
+_NON_PERSISTENT = attrgetter("_non_persistent_buffers_set")
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -32,6 +35,30 @@ def written_unseen(modules: Iterable[nn.Module]) -> list[Tensor]:
             buffers = map(module._buffers.get, RUNNING)
             statistics += [buffer for buffer in buffers if buffer is not None]
     return statistics
+
+
+class _Registrations:
+    """The buffers that modules register, remembered.
+
+    Compared without a Python call per module, as a ``Snapshot`` is.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._facts, self._buffers = self._present()
+
+    def unchanged(self) -> bool:
+        """Whether the same buffers are registered under the same names."""
+        facts, buffers = self._present()
+        return facts == self._facts and all(map(is_, buffers, self._buffers))
+
+    def _present(self) -> tuple[Any, list[Any]]:
+        registries = list(map(_REGISTERED_BUFFERS, self._modules))
+        sizes = list(map(len, registries))
+        names = list(chain.from_iterable(registries))
+        non_persistent = list(map(frozenset, map(_NON_PERSISTENT, self._modules)))
+        buffers = list(chain.from_iterable(map(dict.values, registries)))
+        return (sizes, names, non_persistent), buffers
 
 
 def values_after(
@@ -70,6 +97,42 @@ def _refuse_registrations(module: nn.Module, copy: nn.Module) -> None:
             "changed; register them in __init__, or call the module once on one "
             "micro-batch before the first step"
         )
+
+
+class RegisteredBuffers:
+    """The registered buffers of the user's modules, and their values in a replica.
+
+    Attributes:
+        values: as they were registered when the replica was made.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        copies: Sequence[nn.Module],
+        copy_of: Callable[[Any], Any],
+    ) -> None:
+        self._modules = modules
+        self._copies = copies
+        self._of_modules = _Registrations(modules)
+        self._of_copies = _Registrations(copies)
+        self.values = self.values_after(copy_of)
+
+    def values_after(self, copy_of: Callable[[Any], Any]) -> list[BufferValue]:
+        """As they are registered now."""
+        values: list[BufferValue] = []
+        present = values_after(self._modules, self._copies, copy_of)
+        for number, name, value in present:
+            values.append((self._modules[number]._buffers, name, value))
+        return values
+
+    def is_unchanged_in_modules(self) -> bool:
+        """Whether the user's modules register what they did."""
+        return self._of_modules.unchanged()
+
+    def is_unchanged_in_copies(self) -> bool:
+        """Whether the replica's modules register what they did."""
+        return self._of_copies.unchanged()
 
 
 class BufferWriter:

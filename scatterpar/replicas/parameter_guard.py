@@ -25,6 +25,8 @@ from scatterpar.replicas.refused_modules import parameters_of
 # The numbers of written parameters among a replica's tensors, by the memory in which
 # they were written: ``None`` if a storage was exchanged for one with other values.
 _WrittenNumbers = dict[torch.device | None, set[int]]
+# The device and the tensors of a copy, and whether it was called.
+_Copy = tuple[torch.device, Sequence[Tensor], Callable[[], bool]]
 
 
 class ParameterGuard:
@@ -32,7 +34,8 @@ class ParameterGuard:
 
     Args:
         broadcast: has the parameters in each memory.
-        copies: each replica's device and tensors.
+        copies: each replica's device and tensors, and whether it was called since it
+            was refreshed.
 
     Attributes:
         checked_modes: the modes in which a forward pass has written no parameter.
@@ -41,21 +44,17 @@ class ParameterGuard:
     def __init__(
         self,
         broadcast: Broadcast,
-        copies: Iterable[tuple[torch.device, Sequence[Tensor]]],
+        copies: Iterable[_Copy],
     ) -> None:
         self._broadcast = broadcast
         self.checked_modes: set[Hashable] = set()
         # The mode whose first pass is to come, once its values are remembered.
         self._begun_mode: Hashable = None
         self._master, *_ = broadcast.memories
-        # One after the other, those of each copy together: few calls ask for all.
-        self._devices: list[torch.device] = []
-        self._parameters: list[Tensor] = []
         # The user's own, too: an object that replicas share may lead to them, and in a
         # call the first replica is the user's module.
-        for device, tensors in [(self._master, broadcast.at(self._master)), *copies]:
-            self._devices.append(device)
-            self._parameters += _parameters(broadcast, tensors)
+        of_user = self._master, broadcast.at(self._master), lambda: True
+        self._copies: list[_Copy] = [of_user, *copies]
         self._places: Sequence[Tensor] = ()
         self._follow_places()
 
@@ -72,10 +71,11 @@ class ParameterGuard:
         for device in broadcast.memories[1:]:
             tensors = _parameters(broadcast, broadcast.at(device))
             self._values[device] = WrittenTensors(tensors, device)
-        stored_as: list[Tensor] = []
-        for device in self._devices:
-            stored_as += self._values[device].tensors
-        self._copies = WrittenTensors(self._parameters, stored_as=stored_as)
+        self._watched: list[WrittenTensors] = []
+        for device, of_copy, _ in self._copies:
+            stored_as = self._values[device].tensors
+            parameters = _parameters(broadcast, of_copy)
+            self._watched.append(WrittenTensors(parameters, stored_as=stored_as))
 
     def invalidate(self) -> None:
         """A parameter was written: forget which modes are checked, which values were
@@ -122,7 +122,8 @@ class ParameterGuard:
         if is_first and self._begun_mode != mode:
             self._begin_values()
         self._begun_mode = None
-        self._copies.begin(compares_bits=False)
+        for watched in self._watched:
+            watched.begin(compares_bits=False)
         try:
             yield
         except BaseException as error:
@@ -204,18 +205,21 @@ class ParameterGuard:
         """
         writes: _WrittenNumbers = defaultdict(set)
         numbers = self._broadcast.parameters
-        in_copies = self._copies.written()
-        for position in in_copies.counted:
-            copy, parameter = divmod(position, len(numbers))
-            writes[self._devices[copy]].add(numbers[parameter])
-        for position in in_copies.exchanged:
-            copy, parameter = divmod(position, len(numbers))
+        exchanged: list[tuple[int, int]] = []
+        for copy, (device, _, was_called) in enumerate(self._copies):
+            if not was_called():
+                continue
+            written = self._watched[copy].written()
+            writes[device].update(numbers[position] for position in written.counted)
+            exchanged += [(copy, position) for position in written.exchanged]
+        for copy, position in exchanged:
             # Tensors of one memory count their versions together. If one of them has
             # another storage, as by ``set_``, the version of the others says nothing.
-            writes[self._devices[copy]].discard(numbers[parameter])
-            if not self._has_sent_values(copy, parameter):
+            device, *_ = self._copies[copy]
+            writes[device].discard(numbers[position])
+            if not self._has_sent_values(copy, position):
                 # Nothing is lost: the parameter still has its own storage.
-                writes[None].add(numbers[parameter])
+                writes[None].add(numbers[position])
         for of_memory in self._values.values() if is_first else ():
             for parameter in of_memory.written().differing:
                 writes[of_memory.device].add(numbers[parameter])
@@ -226,11 +230,11 @@ class ParameterGuard:
 
         A frozen parameter that a forward pass casts loses nothing.
         """
-        sent = self._values[self._devices[copy]].tensors[parameter]
-        tensor = self._copies.tensors[
-            copy * len(self._broadcast.parameters) + parameter
-        ]
-        if not self._parameters[parameter].requires_grad:  # the user's are the first
+        device, *_ = self._copies[copy]
+        sent = self._values[device].tensors[parameter]
+        tensor = self._watched[copy].tensors[parameter]
+        of_user = self._watched[0].tensors[parameter]
+        if not of_user.requires_grad:
             sent = sent.to(tensor.dtype)
         return same_bits(tensor, sent)
 

@@ -30,7 +30,7 @@ from scatterpar.replicas.batch_statistics import (
     record,
 )
 from scatterpar.replicas.broadcast import Broadcast, CopyComparison
-from scatterpar.replicas.buffers import RUNNING, BufferValue, values_after
+from scatterpar.replicas.buffers import RUNNING, BufferValue, RegisteredBuffers
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.computed_weights import computing_hooks, set_computed
 from scatterpar.replicas.large_tensors import LargeCopy, may_stay
@@ -52,6 +52,10 @@ from scatterpar.torch_private.compiler import CompileFn
 from scatterpar.torch_private.tensors import version_counters_kept
 
 _TRAINING = attrgetter("training")
+_HOOKS_OF_MODULE = [
+    attrgetter(f"_{kind}_hooks")
+    for kind in ("forward", "forward_pre", "backward", "backward_pre")
+]
 
 
 class ReplicaOptions(NamedTuple):
@@ -100,8 +104,12 @@ class Replicas:
         criterion: Any,
         transfers: Transfers,
         number: int | None = None,
+        *,
+        lazily: bool = False,
     ) -> None:
         """Update all replicas to match the user's modules.
+
+        With ``lazily``, whoever calls a replica calls its ``restore`` first.
 
         A criterion that is a module, or a method of one, is replicated like the model,
         or only ``number`` times, on the first devices. So are the modules and tensors
@@ -125,7 +133,9 @@ class Replicas:
                 self.replica_sets, comparisons, on_host, strict=True
             ):
                 replica_set.send(
-                    transfers, comparison._replace(differences=differences)
+                    transfers,
+                    comparison._replace(differences=differences),
+                    lazily=lazily,
                 )
             # The criterion's own replicas, or those of the model that it is a part of.
             replicas = self.replica_sets[-1].replicas
@@ -256,6 +266,7 @@ class ReplicaSet:
         guard: refuses forward passes that write parameters.
         builds: how often replicas were made.
         sends: how often values were sent by ``send``.
+        num_hooks: the number of hooks on modules: replicas are made again if one comes.
         lacks_data: true from a call that has left data in the user's modules, until new
             replicas are made; till then they have the same data, not copies.
     """
@@ -277,6 +288,9 @@ class ReplicaSet:
         self.sends = 0
         # Since the replicas were made, or a mode changed.
         self._sends_in_mode = 0
+        # Where the user's tensors were stored when the replicas were reset.
+        self._places_of_reset: Sequence[Tensor] = ()
+        self.num_hooks = 0
         self.lacks_data = False
 
     @property
@@ -310,6 +324,8 @@ class ReplicaSet:
             self._build()
         for module, hook in self.computed:
             set_computed(module, hook)
+        if self.computed:
+            self.broadcast.forget_moved()
 
     def follow_values(self) -> None:
         """Copy changed plain values, such as flags, and which tensors require grad.
@@ -318,8 +334,10 @@ class ReplicaSet:
         """
         self._update_in_place(asks_places=False)
 
-    def send(self, transfers: Transfers, comparison: CopyComparison) -> None:
-        """Send the values of tensors to all replicas.
+    def send(
+        self, transfers: Transfers, comparison: CopyComparison, *, lazily: bool
+    ) -> None:
+        """Send the values of tensors to all replicas, and reset these.
 
         Call it under ``torch.no_grad()``.
         """
@@ -328,10 +346,14 @@ class ReplicaSet:
         self._sends_in_mode += 1
         self.sends += 1
         reads_all = is_look_step(self._sends_in_mode)
+        places = self.broadcast.places
+        # The user may have exchanged the storage of a parameter, which replicas read.
+        lazily &= places is self._places_of_reset
         for replica in self.replicas:
             for large in replica.large:
                 large.reads_all = reads_all
-            replica.reset()
+            replica.reset(lazily=lazily)
+        self._places_of_reset = places
 
     def exchanges_statistics(self) -> bool:
         """Whether one of its ``nn.SyncBatchNorm`` layers is in training mode."""
@@ -360,10 +382,11 @@ class ReplicaSet:
 
     def clear_gradients(self) -> None:
         """Drop the replicas' gradients."""
+        numbers = [slot.number for slot in self.slots.trained]
         for replica in self.replicas:
-            for slot in self.slots.trained:
+            for tensor in map(replica.tensors.__getitem__, numbers):
                 # Not zeros: the next step shall see which tensors are used.
-                replica.tensors[slot.number].grad = None
+                tensor.grad = None
 
     def _update_in_place(self, asks_places: bool) -> bool:
         """Copy changed plain values, and set which tensors require grad. If it
@@ -425,7 +448,13 @@ class ReplicaSet:
         self.replicas = [Replica(self, device) for device in self.device_ids]
         self._sends_in_mode = 0
         self.lacks_data = False
-        copies = [(replica.device, replica.tensors) for replica in self.replicas]
+        first = self.replicas[0]
+        self._registered = RegisteredBuffers(self.modules, first.modules, first.copy_of)
+        self.num_hooks = _num_hooks(self.modules)
+        copies = [
+            (replica.device, replica.tensors, replica.was_called)
+            for replica in self.replicas
+        ]
         # New ones have passed no check in any mode.
         self.guard = ParameterGuard(self.broadcast, copies)
         self._set_requires_grad()
@@ -449,20 +478,27 @@ class ReplicaSet:
         for replica in self.replicas:
             refuse_created(replica.root, replica.tensors)
 
+    def _has_buffers_as_built(self) -> bool:
+        """Whether no forward pass has registered or replaced a buffer."""
+        first = self.replicas[0]
+        if not self._registered.is_unchanged_in_modules():
+            first.restore()
+            return False
+        # A replica whose sub-steps were all replayed has run no Python.
+        return not first.was_called() or self._registered.is_unchanged_in_copies()
+
     def buffers_after(self, transfers: Transfers) -> list[BufferValue]:
         """Replica 0's buffers, without running statistics that are updated once per
         step.
         """
         first = self.replicas[0]
-        modules = self.contents.module_list
-        buffers: list[BufferValue] = []
-        values = values_after(modules, first.modules, first.copy_of)
-        for number, name, value in values:
-            buffers.append((modules[number]._buffers, name, value))
+        buffers = self._registered.values
+        if not self._has_buffers_as_built():
+            buffers = self._registered.values_after(first.copy_of)
         if not first.records:
             return buffers
         # Running statistics of layers that record come from ``recorded``.
-        recording = {id(modules[number]._buffers) for number in first.records}
+        recording = {id(self.modules[number]._buffers) for number in first.records}
         return [
             (registry, name, value)
             for registry, name, value in buffers
@@ -474,6 +510,8 @@ class ReplicaSet:
         modules.
         """
         first = self.replicas[0]
+        if self._has_buffers_as_built() and first.has_buffers_in_place():
+            return {}
         return memory_changes(
             self.contents.module_list, first.modules, first.copy_of, first.exchanged()
         )
@@ -518,6 +556,11 @@ def parameter_writes_refused(
                 )
             )
         yield
+
+
+def _num_hooks(modules: Sequence[nn.Module]) -> int:
+    """The number of hooks on modules."""
+    return sum(sum(map(len, map(hooks_of, modules))) for hooks_of in _HOOKS_OF_MODULE)
 
 
 def _mode_of(replica_set: ReplicaSet, *, second_pass: bool = False) -> Hashable:
@@ -570,6 +613,7 @@ class Replica(ModuleCopy):
                 self._private.append(tensor)
                 self._sources.append(source)
         self._own_tensors = [self.tensors[number] for number in self._own]
+        self._own_places = [self._places[number] for number in self._own]
         self._own_versions = [-1] * len(self._own)
         # Cut once: ``reset`` puts exchanged storages back, so shapes stay.
         self._messages = messages(dict(enumerate(self._private)))
@@ -585,22 +629,22 @@ class Replica(ModuleCopy):
         )
         self._slots: Sequence[Slot] = replica_set.slots.all
 
-    def reset(self) -> None:
+        # Whether nobody has compared its containers with ``state`` since ``reset``.
+        self._is_unrestored = False
+
+    def reset(self, *, lazily: bool = False) -> None:
         """Undo what a forward pass rebound, and copy the sources' buffers.
 
         Of large buffers those that may have changed.
 
         Call it under ``torch.no_grad()``. A forward pass or the user may exchange the
         storage of a tensor (``p.data =``, ``p.set_``, ``flatten_parameters``), or set
-        ``requires_grad``.
+        ``requires_grad``. With ``lazily``, what is no buffer's storage waits for
+        ``restore``: a replica whose sub-steps are all replayed runs no Python.
         """
-        # Mostly nothing was rebound, and the question is cheap.
-        if not self.is_as_reset():
-            for tensor, storage in self._places:
-                if not tensor.is_set_to(storage):
-                    tensor.data = storage
-            self.set_requires_grad(self._slots)
-            self.state.restore()
+        self._is_unrestored = True
+        if not lazily or not self.has_buffers_in_place():
+            self.restore()
         # After the storages are back: values go to where the replica reads them.
         copy_each(self._private, self._sources, self._messages)
         for large in self.large:
@@ -608,6 +652,27 @@ class Replica(ModuleCopy):
                 large.copy_source()
         self._own_versions = versions(self._own_tensors)
         self.clear_records()
+
+    def restore(self) -> None:
+        """Undo what a forward pass rebound, if ``reset`` has left that."""
+        if not self._is_unrestored:
+            return
+        # Mostly nothing was rebound, and the question is cheap.
+        if not self.is_as_reset():
+            with torch.inference_mode(False), torch.no_grad():
+                self._rebind()
+        self._is_unrestored = False
+
+    def _rebind(self) -> None:
+        for tensor, storage in self._places:
+            if not tensor.is_set_to(storage):
+                tensor.data = storage
+        self.set_requires_grad(self._slots)
+        self.state.restore()
+
+    def was_called(self) -> bool:
+        """Whether it may have been called since the last ``reset``."""
+        return not self._is_unrestored
 
     def reset_written(
         self, changed: Set[int], *, reads_values: bool, was_called: bool
@@ -622,13 +687,9 @@ class Replica(ModuleCopy):
         is_same = not was_called or self.state.unchanged()
         # Nothing is written where a replica reads, unless something has changed.
         if changed or reads_values or not is_same:
-            is_same = is_same and all(starmap(Tensor.is_set_to, self._places))
+            is_same = is_same and self.is_in_place()
         if not is_same:
-            for tensor, storage in self._places:
-                if not tensor.is_set_to(storage):
-                    tensor.data = storage
-            self.set_requires_grad(self._slots)
-            self.state.restore()
+            self._rebind()
         is_due = bool(changed) or reads_values
         if not was_called and not is_due:
             return
@@ -677,6 +738,7 @@ class Replica(ModuleCopy):
         private tensors, and the records. A graph that has saved private tensors, such
         as the statistics of batch normalisation in eval mode, stays valid.
         """
+        self.restore()
         with version_counters_kept(self._private):
             containers: list[Any] = [self.records]
             for module in self.modules:
@@ -713,7 +775,15 @@ class Replica(ModuleCopy):
 
     def is_as_reset(self) -> bool:
         """Whether forward passes have rebound nothing since the last ``reset``."""
-        return self.state.unchanged() and all(starmap(Tensor.is_set_to, self._places))
+        return self.state.unchanged() and self.is_in_place()
+
+    def is_in_place(self) -> bool:
+        """Whether its tensors are stored as after the last ``reset``."""
+        return all(starmap(Tensor.is_set_to, self._places))
+
+    def has_buffers_in_place(self) -> bool:
+        """Whether the tensors that no other replica reads are stored as then."""
+        return all(starmap(Tensor.is_set_to, self._own_places))
 
     def set_requires_grad(self, slots: Sequence[Slot]) -> None:
         """Set which tensors require grad, and the dtypes of their gradients."""

@@ -18,8 +18,11 @@ the master's gradients are copied to the owners.
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -36,6 +39,9 @@ from scatterpar.devices.pieces import (
 )
 from scatterpar.devices.transfers import Transfers
 
+_DTYPE_OF_GRADIENT = operator.attrgetter("dtype")
+_STRIDE_OF_GRADIENT = Tensor.stride
+
 
 def add_by_owners(
     gradients: Sequence[dict[int, Tensor]],
@@ -47,10 +53,12 @@ def add_by_owners(
     Returns their sums, which overwrite the gradients of the first device. ``devices``
     differ, one for each entry of ``gradients``.
     """
-    size = 0
-    for gradient in gradients[0].values():
-        # Sparse tensors have no ``nbytes``.
-        size += gradient.nbytes if gradient.layout == torch.strided else 0
+    # Sparse tensors have no ``nbytes``.
+    size = sum(
+        gradient.nbytes
+        for gradient in gradients[0].values()
+        if gradient.layout == torch.strided
+    )
     if not needs_pieces(size, len(devices)):
         return {}
     flat = _flat_of_all(gradients)
@@ -69,22 +77,69 @@ def add_by_owners(
 def _flat_of_all(gradients: Sequence[Mapping[int, Tensor]]) -> list[dict[int, Tensor]]:
     """Flat views of the gradients that are alike on all devices."""
     first, *others = gradients
-    of_first: dict[int, Tensor] = {}
-    for index, gradient in first.items():
+    of_first = _flat_of(first)
+    alike: Sequence[int] = list(of_first)
+    for of_device in others:
+        alike = _indices_alike(alike, first, of_device)
+    flat = [{index: of_first[index] for index in alike}]
+    sizes = [(view.numel(),) for view in flat[0].values()]
+    for of_device in others:
+        found = map(of_device.__getitem__, alike)
+        views = map(Tensor.as_strided, found, sizes, repeat((1,)))
+        flat.append(dict(zip(alike, views, strict=True)))
+    return flat
+
+
+def _flat_of(gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Flat views of those of these gradients that have one."""
+    # Few Python calls, because a model has hundreds of gradients on each device.
+    tensors = gradients.values()
+    with contextlib.suppress(RuntimeError):  # one is sparse
+        if (
+            {Tensor}.issuperset(map(type, tensors))
+            and all(map(Tensor.is_contiguous, tensors))
+            and all(map(Tensor.numel, tensors))
+            and not any(map(Tensor.is_conj, tensors))
+            and not any(map(Tensor.is_neg, tensors))
+        ):
+            views = map(Tensor.view, tensors, repeat(-1))
+            return dict(zip(gradients, views, strict=True))
+    flat: dict[int, Tensor] = {}
+    for index, gradient in gradients.items():
         view = flat_view(gradient)
         if view is not None:
-            of_first[index] = view
-    # Few questions, because a model has hundreds of gradients on each device.
-    alike = list(of_first)
-    for of_device in others:
-        alike = [i for i in alike if _is_alike(of_device.get(i), first[i])]
-    flat = [{index: of_first[index] for index in alike}]
-    for of_device in others:
-        views: dict[int, Tensor] = {}
-        for index in alike:
-            views[index] = of_device[index].as_strided(of_first[index].shape, (1,))
-        flat.append(views)
+            flat[index] = view
     return flat
+
+
+def _indices_alike(
+    indices: Sequence[int], first: Mapping[int, Tensor], other: Mapping[int, Tensor]
+) -> Sequence[int]:
+    """Those of these gradients that have a flat view like that of the first device."""
+    with contextlib.suppress(KeyError, RuntimeError):  # one is missing; one is sparse
+        tensors = list(map(other.__getitem__, indices))
+        of_first = list(map(first.__getitem__, indices))
+        if (
+            {Tensor}.issuperset(map(type, tensors))
+            and all(
+                map(
+                    operator.eq,
+                    map(_DTYPE_OF_GRADIENT, tensors),
+                    map(_DTYPE_OF_GRADIENT, of_first),
+                )
+            )
+            and all(
+                map(
+                    operator.eq,
+                    map(_STRIDE_OF_GRADIENT, tensors),
+                    map(_STRIDE_OF_GRADIENT, of_first),
+                )
+            )
+            and not any(map(Tensor.is_conj, tensors))
+            and not any(map(Tensor.is_neg, tensors))
+        ):
+            return indices
+    return [index for index in indices if _is_alike(other.get(index), first[index])]
 
 
 def _is_alike(gradient: Tensor | None, first: Tensor) -> bool:

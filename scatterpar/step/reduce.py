@@ -36,6 +36,7 @@ from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.replicas.shared_buffers import MemoryChanges
 from scatterpar.report import GraphReport, StepReport
 from scatterpar.step.attempt import Attempt
+from scatterpar.step.flat_gradients import FlatGradients, have_equal_places
 from scatterpar.step.owners import add_by_owners
 from scatterpar.step.replica_threads import ReplicaNote
 from scatterpar.step.request import Request
@@ -122,7 +123,9 @@ def reduce(attempt: Attempt, computed: Computed) -> Outcome:
         buffers, changes, statistics = reduce_buffers(attempt)
         # Before gradients are added up: the join of outputs may refuse them.
         outputs = returned_outputs(attempt, computed.outputs)
-        gradients = reduce_gradients(attempt, computed.external_gradients)
+        gradients = reduce_gradients(
+            attempt, computed.external_gradients, computed.gradients
+        )
     except Exception:
         # A device that failed in a sub-step may say so in any later call. The error of
         # its losses has a note that names the replica.
@@ -144,16 +147,21 @@ def reduce(attempt: Attempt, computed: Computed) -> Outcome:
     )
 
 
-def reduce_gradients(attempt: Attempt, external: Sequence[Gradient]) -> list[Gradient]:
+def reduce_gradients(
+    attempt: Attempt,
+    external: Sequence[Gradient],
+    flat: Sequence[FlatGradients | None] = (),
+) -> list[Gradient]:
     """The user's trained leaves, each with the sum of its gradients, on the master.
 
     The sum is ``None`` if no replica used the leaf. ``external`` has gradients that
-    reached the user's own leaves directly.
+    reached the user's own leaves directly; ``flat`` those of replicas whose leaves have
+    none.
     """
     gradients: list[Gradient] = []
     if attempt.request.backward:
         for replica_set in attempt.replicas.replica_sets:
-            gradients += _summed(replica_set, attempt)
+            gradients += _summed(replica_set, attempt, flat)
     gradients += external
     # By id: tensors have no equality that is one answer.
     total: dict[int, Gradient] = {}
@@ -167,7 +175,9 @@ def reduce_gradients(attempt: Attempt, external: Sequence[Gradient]) -> list[Gra
     return list(total.values())
 
 
-def _summed(replica_set: ReplicaSet, attempt: Attempt) -> list[Gradient]:
+def _summed(
+    replica_set: ReplicaSet, attempt: Attempt, flat: Sequence[FlatGradients | None]
+) -> list[Gradient]:
     """The leaves of a module, each with the sum of its replicas' gradients.
 
     Raises ``ValueError`` if a gradient arrived at a tensor of the module that was
@@ -176,10 +186,23 @@ def _summed(replica_set: ReplicaSet, attempt: Attempt) -> list[Gradient]:
     # With fewer rows than replicas the last ones have no share. With whole_batch only
     # the master has a replica of the criterion.
     active = replica_set.replicas[: len(attempt.plan.shares)]
-    gradients = [replica_set.gradients_of(number) for number in range(len(active))]
     # The sum is where the first replica is, which is the master.
     devices = [replica.device for replica in active]
-    sums = sum_in_order(gradients, devices, attempt.transfers, in_place=True)
+    trained = [slot.number for slot in replica_set.slots.trained]
+    if flat and flat[0] is not None and have_equal_places(flat):
+        flat_of_all = [of_replica.flat for of_replica in flat if of_replica is not None]
+        sum_in_order(flat_of_all, devices, attempt.transfers, in_place=True)
+        # The sums are where the gradients of the first replica were.
+        sums = _by_number(flat[0], trained)
+    else:
+        gradients: list[dict[int, Tensor]] = []
+        for number in range(len(active)):
+            of_replica = flat[number] if flat else None
+            if of_replica is None:
+                gradients.append(replica_set.gradients_of(number))
+            else:
+                gradients.append(_by_number(of_replica, trained))
+        sums = sum_in_order(gradients, devices, attempt.transfers, in_place=True)
     # A replica's copy of such a tensor is a leaf, and the user's has a graph.
     gradients_of_leaves: list[Gradient] = []
     for slot in replica_set.slots.trained:
@@ -193,6 +216,12 @@ def _summed(replica_set: ReplicaSet, attempt: Attempt) -> list[Gradient]:
                 f"train it; compute it in forward. Nothing was changed"
             )
     return gradients_of_leaves
+
+
+def _by_number(flat: FlatGradients, trained: Sequence[int]) -> dict[int, Tensor]:
+    """Copies of flat gradients, by number of the trained tensor."""
+    copies = flat.copied_parts()
+    return {trained[position]: gradient for position, gradient in copies.items()}
 
 
 def reduce_buffers(

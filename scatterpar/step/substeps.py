@@ -30,6 +30,7 @@ from scatterpar.step.criterion_closure import (
     trained_leaves,
     training_buffers,
 )
+from scatterpar.step.flat_gradients import FlatGradients
 from scatterpar.step.logged_numbers import NumbersOfShare
 from scatterpar.step.loss import forward, require_trainable
 from scatterpar.step.replica_threads import Proceed
@@ -49,11 +50,14 @@ class ShareResult(NamedTuple):
         losses: of the sub-steps; not read yet.
         outputs: to be returned; one per micro-batch.
         clock: how long the share has taken.
+        gradients: those of all leaves, if they are flat; ``None`` if the leaves have
+            them.
     """
 
     losses: ShareLosses
     outputs: Sequence[Any]
     clock: DeviceClock
+    gradients: FlatGradients | None
 
 
 class Computed(NamedTuple):
@@ -64,12 +68,14 @@ class Computed(NamedTuple):
         outputs: to be returned; for each share one per micro-batch.
         external_gradients: those of leaves that no replica copied.
         clocks: how long the shares have taken; none of two passes.
+        gradients: of the shares, if they are flat; none of two passes.
     """
 
     losses: Sequence[ShareLosses]
     outputs: Sequence[Sequence[Any]]
     external_gradients: Sequence[Gradient] = ()
     clocks: Sequence[DeviceClock] = ()
+    gradients: Sequence[FlatGradients | None] = ()
 
 
 class Substeps:
@@ -100,7 +106,7 @@ class Substeps:
             losses.append(loss)
             outputs.append(output)
         proceed(None)
-        self.finish()
+        gradients = self.finish()
         clock.stop()  # before the losses: whoever has read them finds it stopped
         share_losses = ShareLosses(
             self._task.share,
@@ -109,7 +115,7 @@ class Substeps:
             self._numbers,
             check_finite=self._request.check_finite,
         )
-        return ShareResult(share_losses, outputs, clock)
+        return ShareResult(share_losses, outputs, clock, gradients)
 
     def run(self, sub_step: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """Add a micro-batch's gradients.
@@ -118,6 +124,7 @@ class Substeps:
         """
         task = self._task
         request = self._request
+        task.restore_replicas()
         output, loss, numbers = forward(task, rows, sub_step)
         self._numbers.add(numbers)
         returned = None
@@ -156,8 +163,9 @@ class Substeps:
             zeros = [torch.zeros_like(root) for root in roots]
             self._task.run_backward(sub_step, roots, zeros)
 
-    def finish(self) -> None:
+    def finish(self) -> FlatGradients | None:
         """Called after the last sub-step. Here the leaves have all gradients."""
+        return None
 
 
 class Schedule:
@@ -187,6 +195,10 @@ class Schedule:
         """Returns the object that runs the sub-steps of one replica in one step."""
         return Substeps(task, attempt.request)
 
+    def replays(self) -> bool:
+        """Whether sub-steps may be replayed, for which no replica is called."""
+        return False
+
     def without_graphs(self, why: str) -> str:
         """Why another schedule has no graphs; a warning, if the user asked for them."""
         return why
@@ -210,11 +222,13 @@ class Schedule:
         losses: list[ShareLosses] = []
         outputs: list[Sequence[Any]] = []
         clocks: list[DeviceClock] = []
+        gradients: list[FlatGradients | None] = []
         for result in results:
             losses.append(result.losses)
             outputs.append(result.outputs)
             clocks.append(result.clock)
-        return Computed(losses, outputs, clocks=clocks)
+            gradients.append(result.gradients)
+        return Computed(losses, outputs, clocks=clocks, gradients=gradients)
 
 
 def meeting_of(attempt: Attempt) -> Meeting | None:

@@ -71,6 +71,11 @@ class ReplicaTask:
         """In the body, which is this part of a sub-step, it is the replica's turn."""
         return self.threads.turn(scope, self.share.replica, sub_step)
 
+    def restore_replicas(self) -> None:
+        """Before the replicas are called: undo what earlier calls have rebound."""
+        for replica in self.replicas:
+            replica.restore()
+
     def rows_of(self, sub_step: int, *, retain: bool = False) -> Any:
         """The rows of one micro-batch, as by ``ShareLoader.load``."""
         with self.span("arrival", sub_step):

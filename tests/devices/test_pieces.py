@@ -47,6 +47,12 @@ def test_small_tensors_fill_pieces():
     ]
 
 
+def test_parts_of_tensors_are_cut():
+    flat = {key: torch.zeros(6) for key in range(5)}
+    pieces = cut_into_pieces(flat, 3, 64)
+    assert [piece.cut for piece in pieces] == [[2], [0]]
+
+
 def test_dtypes_are_apart():
     flat = {
         "a": torch.zeros(3, dtype=torch.float64),
@@ -64,10 +70,12 @@ def test_dtypes_are_apart():
 
 def test_parts_are_views_in_order():
     flat = {"a": torch.arange(4), "b": torch.arange(10, 16)}
-    piece = Piece(torch.int64, [("a", 1, 4), ("b", 0, 2)])
+    piece = Piece(torch.int64, [("a", 1, 4), ("b", 0, 2)], cut=[0, 1])
     parts = piece.of(flat)
     assert [part.tolist() for part in parts] == [[1, 2, 3], [10, 11]]
     assert parts[0].data_ptr() == flat["a"][1:].data_ptr()
+    (whole,) = Piece(torch.int64, [("a", 0, 4)]).of(flat)
+    assert whole is flat["a"]
     buffer = torch.zeros(64, dtype=torch.uint8)
     assert piece.in_buffer(buffer).shape == (5,)
     assert piece.in_buffer(buffer).dtype == torch.int64

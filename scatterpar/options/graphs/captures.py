@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,12 @@ from scatterpar.devices.copies import write
 from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.look_steps import is_look_step
 from scatterpar.options.graphs.tape import RepeatableTape, Tape
+from scatterpar.step.flat_gradients import FlatGradients
 from scatterpar.step.loss import forward
 from scatterpar.step.substeps import (
     detached_output,
 )
 from scatterpar.step.task import ReplicaTask
-from scatterpar.threads.process_settings import settings_of_torch
 from scatterpar.torch_private.graphs import (
     free_cublas_workspaces,
     give_up_capture,
@@ -155,7 +155,7 @@ class ReplicaGraphs:
 
     Attributes:
         by_shape: the graphs by their keys; the one that was used last is the last.
-        gradients: the static sums of the leaves, by position, for all graphs.
+        gradients: the static sums of the leaves' gradients, for all graphs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -163,16 +163,16 @@ class ReplicaGraphs:
         self._state: list[Any] = []
         self.forget()
 
-    def begin(self, task: ReplicaTask, num_hooks: int) -> None:
-        """Before a step: drop the graphs if their memory has been exchanged, or hooks
-        have come or gone, which may run no operator.
+    def begin(self, task: ReplicaTask, facts: Sequence[Any]) -> None:
+        """Before a step: drop the graphs if their memory has been exchanged, or one of
+        the ``facts`` of all replicas is another.
         """
         # The tape of one replica says nothing of the addresses of another one.
-        state: list[Any] = [settings_of_torch(), num_hooks]
+        state = list(facts)
         # Gradients are known by the positions of their leaves.
-        state += [leaf.data_ptr() for leaf in task.leaves]
+        state += map(Tensor.data_ptr, task.leaves)
         for replica in task.replicas:
-            state += [tensor.data_ptr() for tensor in replica.tensors]
+            state += map(Tensor.data_ptr, replica.tensors)
         if state != self._state:
             self.forget()
             self._state = state
@@ -182,7 +182,7 @@ class ReplicaGraphs:
         pool.
         """
         self.by_shape: dict[Hashable, Graph] = {}
-        self.gradients: dict[int, Tensor] = {}
+        self.gradients = FlatGradients()
         self._pool: Any = None
 
     def find(self, key: Hashable, step: int) -> Graph | None:
@@ -212,14 +212,12 @@ class ReplicaGraphs:
 
         One per leaf for all graphs of the replica: sub-steps of all shapes add to it.
         """
-        for position, gradient in gradients.items():
-            if position not in self.gradients:
-                self.gradients[position] = torch.empty_like(gradient)
-        return {position: self.gradients[position] for position in gradients}
+        self.gradients.add_like(gradients, self._device)
+        return {position: self.gradients.parts[position] for position in gradients}
 
     def note_memory(self, graph: Graph, tape: Tape, task: ReplicaTask) -> None:
         """See whether a graph reads other memory than the replica's own."""
-        addresses = {tensor.data_ptr() for tensor in self.gradients.values()}
+        addresses = {tensor.data_ptr() for tensor in self.gradients.parts.values()}
         for replica in task.replicas:
             addresses |= {tensor.data_ptr() for tensor in replica.tensors}
         graph.reads_foreign_memory = not tape.addresses() <= addresses

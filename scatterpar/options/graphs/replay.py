@@ -20,6 +20,7 @@ import random
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,7 @@ from scatterpar.options.graphs.decision import Decision
 from scatterpar.options.graphs.proofs import SharePlan
 from scatterpar.options.graphs.tape import RepeatableTape, Tape, difference
 from scatterpar.step.attempt import Attempt
+from scatterpar.step.flat_gradients import FlatGradients
 from scatterpar.step.loss import forward, require_trainable
 from scatterpar.step.substeps import (
     Substeps,
@@ -67,6 +69,8 @@ _RUNS = 3
 
 _LOGS = "has a criterion that returns numbers to log, which graphs do not keep"
 
+
+_GRAD_OF_LEAF = attrgetter("grad")
 
 _WITHOUT_VALUE = object()  # in the place of a context variable without a value
 
@@ -224,6 +228,7 @@ class GraphedSubsteps(Substeps):
         is_measured = graph.replay is None  # it takes some time
         num_bytes = memory.num_allocated_bytes(device) if is_measured else 0
         request = self._request
+        task.restore_replicas()
         rows = separate(task.rows_of(number))
         tape = Tape(device, nested.tensors(rows))
         with tape, compiled_calls.watched():
@@ -435,12 +440,25 @@ class GraphedSubsteps(Substeps):
         if without_gradient:
             torch._foreach_zero_(without_gradient)
 
-    def finish(self) -> None:
-        """Copy gradients out of the static tensors, which later steps write."""
+    def finish(self) -> FlatGradients | None:
+        """Take gradients out of the static tensors, which later steps write.
+
+        Returns the static tensors if they have all gradients. Otherwise leaves get
+        copies.
+        """
+        leaves = self._task.leaves
+        static = self._graphs.gradients
+        parts = list(map(static.parts.get, range(len(leaves))))
+        if len(self._task.replicas) == 1 and all(
+            map(is_, map(_GRAD_OF_LEAF, leaves), parts)
+        ):
+            for leaf in leaves:
+                leaf.grad = None
+            return static
         leaves_with_static: list[Tensor] = []
         static_gradients: list[Tensor] = []
-        for position, gradient in self._graphs.gradients.items():
-            leaf = self._task.leaves[position]
+        for position, gradient in static.parts.items():
+            leaf = leaves[position]
             if leaf.grad is gradient:
                 leaves_with_static.append(leaf)
                 static_gradients.append(gradient)
@@ -451,6 +469,7 @@ class GraphedSubsteps(Substeps):
         copy_each(copies, static_gradients)
         for leaf, copy in zip(leaves_with_static, copies, strict=True):
             leaf.grad = copy
+        return None
 
 
 def _has_room(device: torch.device, size: int) -> bool:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.options.graphs.captures import ReplicaGraphs
@@ -33,6 +32,7 @@ from scatterpar.step.substeps import (
 )
 from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
+from scatterpar.threads.process_settings import settings_of_torch
 from scatterpar.torch_private.compiler import CompileFn
 
 # With ``graphs=None``: the fewest sub-steps per replica. One of them is proved.
@@ -110,9 +110,11 @@ class Captured(Schedule):
                 self._decision.refuse(_NO_MEMORY_FOR_GRAPHS)
             return computed
         self._decision.steps += 1
-        num_hooks = _num_hooks(attempt.replicas.of_model.root)
+        # Hooks may run no operator, so no tape has them.
+        num_hooks = attempt.replicas.of_model.num_hooks
+        facts = [settings_of_torch(), num_hooks]
         for task in tasks:
-            self._by_replica[task.share.replica].begin(task, num_hooks)
+            self._by_replica[task.share.replica].begin(task, facts)
         plan = StepPlan(tasks, attempt, self._by_replica, self._decision.steps)
         self._plan_of_attempt = plan
         computed = super().run(attempt, tasks)
@@ -133,6 +135,10 @@ class Captured(Schedule):
             self._decision.see_eager(times)
         elif self._plan_of_attempt.is_steady:
             self._decision.see_captured(times)
+
+    def replays(self) -> bool:
+        """Whether sub-steps may be replayed, for which no replica is called."""
+        return any(graphs.num_captured() for graphs in self._by_replica)
 
     def without_graphs(self, why: str) -> str:
         """The words of the report for a step of another schedule."""
@@ -244,15 +250,6 @@ def _obstacle(options: EngineOptions, compile_fn: CompileFn | None) -> str:
     if options.buffers == "batch":
         return 'buffers="batch" needs Python in every sub-step'
     return ""
-
-
-def _num_hooks(module: nn.Module) -> int:
-    """The number of hooks on a module and its parts."""
-    number = 0
-    for part in module.modules():
-        number += len(part._forward_hooks) + len(part._forward_pre_hooks)
-        number += len(part._backward_hooks) + len(part._backward_pre_hooks)
-    return number
 
 
 def _times_of(attempt: Attempt, computed: Computed) -> StepTimes:

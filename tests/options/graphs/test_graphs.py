@@ -272,6 +272,37 @@ def test_function_among_rows_replays(two_places):
     assert reports[5].startswith("eager: aten.mul.Tensor gets 3.0, and got 2.0")
 
 
+class Scaled(nn.Module):
+    """A layer whose output is multiplied by an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("steps", torch.zeros(()))
+        self.factor = 2.0
+
+    def forward(self, x):
+        self.steps += 1
+        return self.body(x) * self.factor
+
+
+@pytest.mark.parametrize("name", ["factor", "steps"])
+def test_replica_rebound_between_steps_is_restored(two_places, name):
+    """A replica that is only replayed is not searched; it is before it is called."""
+    _, inputs, targets = problem(rows=48)
+    model = build(Scaled).to(home())
+    with graphed(model, 4, two_places) as engine:
+        for step in range(12):
+            for replica in engine._replicas.of_model.replicas if step > 2 else ():
+                root = replica.root
+                setattr(root, name, 3.0 if name == "factor" else root.steps + 5)
+            expected = LOSS(model.body(inputs) * 2.0, targets).item()
+            loss = engine.forward_backward(inputs, targets, LOSS)
+            assert loss.item() == pytest.approx(expected)
+            assert model.steps == 4 * (step + 1)
+    assert engine.last_step.graphs == "7 of 8 sub-steps replayed"
+
+
 def test_counting_function_not_captured(two_places):
     calls = []
 

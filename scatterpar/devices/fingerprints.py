@@ -14,7 +14,7 @@ in about one case of 2**60.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 
 import torch
@@ -78,10 +78,8 @@ class Fingerprints:
         return set(compress(self.owners, (now != before for now, before in pairs)))
 
 
-def _read_together(
-    tensors: Mapping[int, Tensor], max_words: int
-) -> Iterator[list[int]]:
-    """Yield the keys of tensors that are read together: of one dtype and size.
+def _read_together(tensors: Mapping[int, Tensor], max_words: int) -> list[list[int]]:
+    """The keys of tensors that are read together: of one dtype and size.
 
     Several of them have at most ``max_words``. Empty tensors are left out.
     """
@@ -89,16 +87,15 @@ def _read_together(
     by_kind: dict[tuple[torch.dtype, int], list[int]] = {}
     for key, tensor in tensors.items():
         by_kind.setdefault((tensor.dtype, tensor.nbytes), []).append(key)
+    together: list[list[int]] = []
     for (_, num_bytes), keys in by_kind.items():
         if num_bytes:
-            count = max(1, max_words // _num_words(num_bytes))
+            # Words of 32 bits, or bytes if these are no multiple of four.
+            num_words = num_bytes if num_bytes % 4 else num_bytes // 4
+            count = max(1, max_words // num_words)
             for start in range(0, len(keys), count):
-                yield keys[start : start + count]
-
-
-def _num_words(num_bytes: int) -> int:
-    """The number of 32-bit words, or that of bytes if it is no multiple of four."""
-    return num_bytes if num_bytes % 4 else num_bytes // 4
+                together.append(keys[start : start + count])
+    return together
 
 
 def _words_of(tensors: Sequence[Tensor]) -> Tensor:

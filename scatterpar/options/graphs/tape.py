@@ -73,6 +73,7 @@ class _Operator(NamedTuple):
     """An operator as the tape compares it.
 
     Attributes:
+        function: the operator, which is kept alive, as long as its ``id`` is known.
         kinds: of its positional arguments, up to the last that is not plain: ``None``
             for a plain one, which is compared as it is.
         number_of_kinds: their number.
@@ -81,6 +82,7 @@ class _Operator(NamedTuple):
         is_profiled_block: whether it begins or ends a block of a profiler.
     """
 
+    function: Any
     kinds: tuple[type | None, ...]
     number_of_kinds: int
     draws: bool
@@ -88,7 +90,7 @@ class _Operator(NamedTuple):
     is_profiled_block: bool
 
 
-_OPERATORS: dict[Any, _Operator] = {}
+_OPERATORS: dict[int, _Operator] = {}
 
 
 class Tape(OperatorMode):
@@ -181,9 +183,10 @@ class Tape(OperatorMode):
             return NotImplemented  # a subclass first takes itself apart
         if function is _DETACH:
             return function(*args)
-        operator = _OPERATORS.get(function)
+        # By ``id``: the hash of an operator is a call of Python.
+        operator = _OPERATORS.get(id(function))
         if operator is None:
-            operator = _OPERATORS[function] = _described(function)
+            operator = _OPERATORS[id(function)] = _described(function)
         # It launches nothing, and its name may have the number of the sub-step.
         if operator.is_profiled_block:
             return function(*args, **(kwargs or {}))
@@ -212,7 +215,16 @@ class Tape(OperatorMode):
                         if address not in memory:
                             memory[address] = value.detach()
                         append(address)
-                    append(_view_key(value))
+                    # As ``_view_key``, without a call.
+                    append(
+                        (
+                            value.shape,
+                            value.stride(),
+                            value.dtype,
+                            value.is_conj(),
+                            value.is_neg(),
+                        )
+                    )
                 elif kind is None or value is None:
                     append(value)
                 elif class_of_value is float:
@@ -527,6 +539,7 @@ def _described(function: Any) -> _Operator:
         kinds.pop()
     tags = set(function.tags)
     return _Operator(
+        function,
         tuple(kinds),
         len(kinds),
         draws=torch.Tag.nondeterministic_seeded in tags,

@@ -254,12 +254,15 @@ class Calls:
         gradients = self.gradients
         with self._workers.exclusive(self._root), gradients.streams.of_call():
             check_links(self._device_ids)
+            # Before the refresh, which adds what waits for replaced parameters.
             gradients.end_failed_passes()
+            # In a backward pass, where a checkpoint calls again, gradients change.
             if current_graph_task() == -1:
                 gradients.forget_dropped()
             start = time.perf_counter()
             self._replicas.refresh(transfers, self._workers)
             seconds["replicate"] = time.perf_counter() - start
+            # The backward pass comes later, and is counted in this call's report.
             gradients.transfers = transfers
             division = Division(plan, options.dim, transfers, gradients)
             self._refuse_synchronised(plan)
@@ -283,6 +286,7 @@ class Calls:
                 )
                 outputs = self._run(threads, modules, by_share, writes)
                 seconds["compute"] = time.perf_counter() - start
+                # Before tensors are joined, which makes the first replica's the whole.
                 self._lost_state.end(self._replicas, division)
                 join_left_tensors(self._replicas, division, self._told)
                 report = StepReport(
@@ -293,6 +297,7 @@ class Calls:
                     transfers.messages,
                     replica_seconds=tuple(threads.seconds),
                 )
+                # After the call: a look needs the places of numbers in the outputs.
                 try:
                     rules = self._rules(module, arguments, outputs, plan, options)
                 except ValueError as error:
@@ -308,6 +313,7 @@ class Calls:
                 raise
             # The caller may write pinned inputs as soon as the call has ended.
             transfers.synchronize()
+            # Warnings come last, because a filter may make them errors.
             generators.commit()
             writes.tell(dict(enumerate(args)) | kwargs)
             self._looks.tell()
@@ -363,7 +369,7 @@ class Calls:
         options: CallOptions,
     ) -> dict[int, NumberRule]:
         """Choose how 0-dim outputs combine, after a look if one is due."""
-        if len(outputs) == 1:
+        if len(outputs) == 1:  # its numbers are those of all rows
             return {}
         args, kwargs = arguments
         flags = self._replicas.replica_set.flags
@@ -405,6 +411,7 @@ class Calls:
         rows = division.rows
         lists = self._lists(computed.arguments)
 
+        # ``merge`` does not count: a number is known by the first replica's tensor.
         places = {id(a): p for p, a in enumerate(nested.atoms(outputs[0]))}
 
         def join_atoms(atoms: list[Any]) -> Any:
@@ -470,10 +477,12 @@ def _joined_later(
         return None
     by_replica = list(map(entries_by_name, outputs))
     names = by_replica[0].keys()
+    # Such as an entry that a replica leaves out: the join says which.
     if any(entries.keys() != names for entries in by_replica):
         return None
 
     def join_with_graph(values: Sequence[Any]) -> Any:
+        # It may be read under ``no_grad``, and trained afterwards.
         with torch.inference_mode(False), torch.enable_grad():
             return join(values)
 

@@ -31,7 +31,7 @@ from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.request import LossCandidate, Request
 from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import user_state_guarded
-from scatterpar.step.task import make_tasks
+from scatterpar.step.task import ReplicaTask, make_tasks
 from scatterpar.threads.workers import Workers
 from scatterpar.verify.choice import candidate_of
 from scatterpar.verify.look_request import LookRequest, LossWays, is_open_between
@@ -90,6 +90,7 @@ class CallLooks:
         of_loss = BY_ROWS
         with_rows: list[int] = []
         sizes = [share.rows for share in call.plan.shares]
+        # The join says what differs.
         if len(set(map(len, atoms_by_replica))) > 1:
             return rules
         for place, atoms in enumerate(zip(*atoms_by_replica, strict=True)):
@@ -106,6 +107,7 @@ class CallLooks:
                 atoms, sizes, call.dim
             ):
                 with_rows.append(place)
+        # A number beside the loss, such as an accuracy, is a mean of the same terms.
         for place in rules:
             if not atoms_by_replica[0][place].requires_grad:
                 rules[place] = of_loss
@@ -153,6 +155,7 @@ class WeighedEntries:
 
     def __call__(self, output: Any, numbers: Tensor) -> Tensor:
         """The sum."""
+        # As targets of a look they have their rows where the call's have theirs.
         numbers = numbers.movedim(self._dim, 0)
         numbers = numbers.reshape(len(numbers), -1)
         total: Tensor = numbers.new_zeros(())
@@ -254,28 +257,47 @@ def _ask(
     """Look at a few rows if that is due. Returns the candidate that holds."""
     known = verifier.remaining(candidates)
     kind, details = verifier.kinds.kind_of(request, is_divided=True, flags=call.flags)
-    device = call.plan.shares[0].device
-    spans = [span for share in call.plan.shares for span in share.micro_batches]
-    # One replica computes all parts; in the call each is another replica's.
-    plan = Plan(call.plan.rows, (Share(0, device, tuple(spans)),))
     request = request.combined_by(known[0])
+    plan = _plan_of_one_replica(call.plan)
     if is_open_between(request, plan, known):
         details = "open", kind.steps  # new in each call
     if not kind.count_step(ranges_of_step(request), details):
         return known[0]
-    replicas = Replicas([device], ReplicaOptions())
-    attempt = Attempt(request, plan, replicas, call.workers)
     # Of state that replicas leave differently a call itself warns (``lost_state``).
     ways = LossWays(_WAYS_OUT_OF_CALLS, list(candidates), tells_moved_state=False)
-    module, _ = _inputs_of(call)
+    # A call without a graph is looked at, too, and its gradient is compared.
     with torch.inference_mode(False), torch.enable_grad():
-        loaders = scatter(request.batches, plan, attempt.transfers)
-        replicas.refresh(module, None, Transfers())
-        attempt.weights = compute_loss_weights(request, plan, None)
-        (task,) = make_tasks(attempt, loaders)
-        share = Share(0, device, ((0, call.plan.rows),))
-        task = replace(task, share=share, criterion=request.criterion)
+        attempt = _attempt_of(call, request, plan)
+        task = _task_of(attempt)
         look_request = LookRequest(attempt, request, task, True, known, ways)
         # The user's hooks see no gradient of a look.
         with user_state_guarded(attempt):
             return verifier.look_at(look_request, kind)
+
+
+def _plan_of_one_replica(plan: Plan) -> Plan:
+    """The plan in which one replica computes what each replica does in the call."""
+    spans: list[tuple[int, int]] = []
+    for share in plan.shares:
+        spans += share.micro_batches
+    return Plan(plan.rows, (Share(0, plan.shares[0].device, tuple(spans)),))
+
+
+def _attempt_of(call: CallOfLook, request: Request, plan: Plan) -> Attempt:
+    """An attempt at the call with a replica of its own, on the master."""
+    replicas = Replicas([plan.shares[0].device], ReplicaOptions())
+    attempt = Attempt(request, plan, replicas, call.workers)
+    module, _ = _inputs_of(call)
+    replicas.refresh(module, None, Transfers())
+    attempt.weights = compute_loss_weights(request, plan, None)
+    return attempt
+
+
+def _task_of(attempt: Attempt) -> ReplicaTask:
+    """The task of the attempt's replica, of all rows in one micro-batch."""
+    request = attempt.request
+    loaders = scatter(request.batches, attempt.plan, attempt.transfers)
+    (task,) = make_tasks(attempt, loaders)
+    # The look itself cuts the rows into parts.
+    share = replace(task.share, micro_batches=((0, request.rows),))
+    return replace(task, share=share, criterion=request.criterion)

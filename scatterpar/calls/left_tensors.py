@@ -44,6 +44,7 @@ def join_left_tensors(
         (id(vars(module)), name_of_computed(hook))
         for module, hook in replica_set.computed
     }
+    # A list: joined tensors are written into these containers.
     changed = list(replicas_of_call.shared_data.changed_containers())
     if not changed:
         return

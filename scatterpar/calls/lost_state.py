@@ -49,6 +49,7 @@ class LostState:
         self._lost = []
         self._left = []
         self._calls += 1
+        # Not in each call: it walks over all objects of the module.
         if is_divided and is_look_step(self._calls):
             copied = frozenset(map(id, replicas.replica_set.contents.containers))
             self._shared = SharedTensors([replicas.root], copied)
@@ -83,6 +84,7 @@ class LostState:
         )
 
     def _warn(self, names: Sequence[str], text: str) -> None:
+        # Each name once: a module may begin to keep something later.
         new = [name for name in dict.fromkeys(names) if self._told.mark(name)]
         if new:
             warn(f"{text.format(names=', '.join(new))} {_PAGE}")

@@ -50,6 +50,7 @@ SUM = NumberRule("a sum", is_sum=True)
 def rules_for(arguments: object, dim: int) -> list[NumberRule]:
     """The rules that are possible for these arguments, the likeliest first."""
     rules = [BY_ROWS]
+    # With rows in another dimension labels are not flattened row by row.
     for position, tensor in enumerate(_tensors_of_call(arguments)):
         is_integer = not (tensor.is_floating_point() or tensor.is_complex())
         if is_integer and tensor.dtype is not torch.bool and tensor.ndim and not dim:
@@ -104,6 +105,7 @@ def combined_number(
     dtype = torch.promote_types(first.dtype, torch.float32)
     terms: list[Tensor] = []
     for number, weight in zip(numbers, weights, strict=True):
+        # A mean of no terms is NaN, and so is zero times it.
         if weight:
             terms.append(number.to(dtype) * (weight / total))
     mean = torch.stack(terms).sum()

@@ -77,6 +77,7 @@ class ReplicasOfCall:
         self._find_boxes()
         replica_set = self.replica_set
         is_recorded = torch.is_grad_enabled()
+        # Tensors that are made in inference mode could not be trained later.
         with torch.inference_mode(False), torch.no_grad():
             places = replica_set.broadcast.places
             replica_set.follow(self._replicated, self.device_ids, may_lack_data=True)
@@ -131,6 +132,7 @@ class ReplicasOfCall:
             return module
         key = id(module), replica_set.builds
         if key not in self._compiled_calls:
+            # Those of earlier builds are not called again.
             self._compiled_calls.clear()
             _, compile_fn = compiled
             self._compiled_calls[key] = replica_set.compiler.compiled_call(
@@ -153,6 +155,7 @@ class ReplicasOfCall:
             registries |= {id(module._buffers), id(module._parameters)}
             registries |= {id(module._modules), id(vars(module))}
         for _, container, saved in self.shared_data.changed_containers():
+            # Other data stays as the failed forward pass has left it, as in torch.
             if id(container) in registries:
                 container.clear()
                 container.update(saved)
@@ -162,6 +165,7 @@ class ReplicasOfCall:
                 tensor.requires_grad_(slot.is_trained)
         if not replica_set.replicas:
             return
+        # The copy of the first replica is never called: it has the values from before.
         copies = replica_set.replicas[0].own_tensors()
         with torch.no_grad():
             targets: list[Tensor] = []
@@ -196,6 +200,7 @@ class ReplicasOfCall:
                 "rows; tensors with rows that they keep in attributes of modules, in "
                 "lists or in dicts are joined, and what else they write is replica 0's"
             )
+        # By identity: equal lists are not the same list.
         boxes = list(_boxes_of(hooks)) if hooks else []
         present = getattr(self._replicated, "boxes", [])
         if list(map(id, boxes)) == list(map(id, present)):

@@ -17,6 +17,7 @@ import torch
 from harness import leak_checks
 from scatterpar import errors
 from scatterpar.devices.links import check_links
+from scatterpar.integrations.divided_modules import DividedModules
 
 if find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings
@@ -173,6 +174,20 @@ def simulated_accelerator(tmp_path_factory):
         if not library.exists():
             simulated.build(folder)
     return {simulated.LIBRARY: str(library)}
+
+
+@pytest.fixture
+def divided_calls(monkeypatch):
+    """The modules whose calls an engine has computed in a library's loop."""
+    modules = []
+    compute = DividedModules.compute
+
+    def counted(self, module, args, kwargs):
+        modules.append(module)
+        return compute(self, module, args, kwargs)
+
+    monkeypatch.setattr(DividedModules, "compute", counted)
+    return modules
 
 
 _SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("shared", "virtual")]

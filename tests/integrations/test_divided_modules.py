@@ -63,25 +63,11 @@ class Loss(nn.Module):
         return self.scale * self.model(rows).square().mean()
 
 
-@pytest.fixture
-def computed(monkeypatch):
-    """The modules whose calls an engine has computed."""
-    modules = []
-    compute = DividedModules.compute
-
-    def counted(self, module, args, kwargs):
-        modules.append(module)
-        return compute(self, module, args, kwargs)
-
-    monkeypatch.setattr(DividedModules, "compute", counted)
-    return modules
-
-
 def net():
     return build(Net)
 
 
-def test_which_calls_are_divided(computed):
+def test_which_calls_are_divided(divided_calls):
     model = net()
     divided = DividedModules(model, VIRTUAL)
     model(ROWS)
@@ -96,12 +82,12 @@ def test_which_calls_are_divided(computed):
         Loss(model)(ROWS)  # the model in it is
     model(ROWS)
     body = model.body
-    assert computed == [model, model, body, model.heads[1], body[0], model]
+    assert divided_calls == [model, model, body, model.heads[1], body[0], model]
     assert model.bank.sizes == [6]
     divided.close()
 
 
-def test_children_of_an_owner_are_models(computed):
+def test_children_of_an_owner_are_models(divided_calls):
     owner = build(Owner)
     divided = DividedModules(owner, VIRTUAL, is_owner=True)
     with divided.step(ROWS):
@@ -112,15 +98,15 @@ def test_children_of_an_owner_are_models(computed):
     with divided.step(ROWS):
         owner.added(ROWS[:2])
     judge = owner.others["judge"]
-    assert computed == [owner.net, judge, owner.net, owner.net.body, owner.added]
+    assert divided_calls == [owner.net, judge, owner.net, owner.net.body, owner.added]
     divided.close()
 
 
-def test_one_device_divides_nothing(computed):
+def test_one_device_divides_nothing(divided_calls):
     model = net()
     with DividedModules(model, ["cpu"]).step(ROWS):
         model(ROWS)
-    assert not computed
+    assert not divided_calls
 
 
 @pytest.mark.parametrize("devices", [VIRTUAL, ["cpu"] * 3], ids="+".join)
@@ -149,7 +135,7 @@ class Recomputed(Net):
         return self.heads[0](hidden)[: len(rows)]
 
 
-def test_checkpoint_inside_of_the_model(computed):
+def test_checkpoint_inside_of_the_model(divided_calls):
     model = build(Recomputed)
     plain = copy.deepcopy(model)
     divided = DividedModules(model, VIRTUAL)
@@ -158,11 +144,11 @@ def test_checkpoint_inside_of_the_model(computed):
     plain(ROWS).square().mean().backward()
     for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, expected.grad)
-    assert computed == [model]
+    assert divided_calls == [model]
     divided.close()
 
 
-def test_checkpoint_around_a_part(computed):
+def test_checkpoint_around_a_part(divided_calls):
     model = net()
     plain = copy.deepcopy(model)
     divided = DividedModules(model, VIRTUAL)
@@ -174,12 +160,12 @@ def test_checkpoint_around_a_part(computed):
         model.body.parameters(), plain.body.parameters(), strict=True
     ):
         torch.testing.assert_close(parameter.grad, expected.grad)
-    assert computed == [model.body, model.body]
+    assert divided_calls == [model.body, model.body]
     divided.close()
 
 
 @pytest.mark.parametrize("by", ["compile", "wrapper"])
-def test_compiled_models_are_divided(by, computed):
+def test_compiled_models_are_divided(by, divided_calls):
     model = net()
     plain = copy.deepcopy(model)
     called = model
@@ -191,7 +177,7 @@ def test_compiled_models_are_divided(by, computed):
     divided = DividedModules(called, VIRTUAL)
     with divided.step(ROWS):
         torch.testing.assert_close(called(ROWS), plain(ROWS))
-    assert computed == [model]
+    assert divided_calls == [model]
     assert model._compiled_call_impl is compiled
     assert divided.is_of(model)
     divided.close()
@@ -202,7 +188,7 @@ class Generates(Net):
         return [self(rows) for _ in range(times)]
 
 
-def test_generate_runs_on_the_master(computed):
+def test_generate_runs_on_the_master(divided_calls):
     model = build(Generates)
     divided = DividedModules(model, VIRTUAL)
     with (
@@ -210,7 +196,7 @@ def test_generate_runs_on_the_master(computed):
         pytest.warns(UserWarning, match="generate runs on the first device"),
     ):
         assert len(model.generate(ROWS, times=2)) == 2
-    assert not computed
+    assert not divided_calls
     assert "generate" not in vars(model)
 
 
@@ -257,7 +243,7 @@ def test_part_that_is_not_divided_is_told_once(kind, recwarn):
 
 
 @pytest.mark.parametrize("rows", [ROWS[:1], ROWS, {"words": ["a", "b"]}])
-def test_single_row_on_the_master_is_told_once(rows, recwarn, computed):
+def test_single_row_on_the_master_is_told_once(rows, recwarn, divided_calls):
     """As torch's layers take it: a vector, without a dimension of rows."""
     model = net()
     plain = copy.deepcopy(model)
@@ -269,7 +255,7 @@ def test_single_row_on_the_master_is_told_once(rows, recwarn, computed):
     for _ in range(2):
         plain(ROWS[0]).sum().backward()
         plain(ROWS).sum().backward()
-    assert computed == [model, model]
+    assert divided_calls == [model, model]
     for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, expected.grad)
     texts = [str(warning.message) for warning in recwarn]
@@ -277,13 +263,13 @@ def test_single_row_on_the_master_is_told_once(rows, recwarn, computed):
     divided.close()
 
 
-def test_vector_with_a_number_per_row_is_divided(computed):
+def test_vector_with_a_number_per_row_is_divided(divided_calls):
     model = build(lambda: nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.Linear(1, 2)))
     times = randn(6)
     divided = DividedModules(model, VIRTUAL)
     with divided.step((ROWS, times)):
         torch.testing.assert_close(model(times), model[1](times[:, None]))
-    assert model in computed
+    assert model in divided_calls
     divided.close()
 
 

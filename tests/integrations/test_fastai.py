@@ -28,7 +28,6 @@ from fastai.losses import CrossEntropyLossFlat  # noqa: E402
 from fastai.metrics import accuracy  # noqa: E402
 from fastai.torch_core import params  # noqa: E402
 
-from scatterpar.integrations.divided_modules import DividedModules  # noqa: E402
 from scatterpar.integrations.fastai import ScatterOnce  # noqa: E402
 
 pytestmark = [pytest.mark.loops, pytest.mark.draws]
@@ -92,20 +91,6 @@ def assert_same(ours, stock, tolerance=SAME):
     ):
         near = pytest.approx([*expected], rel=max(tolerance, 1e-6), nan_ok=True)
         assert [*values] == near
-
-
-@pytest.fixture
-def divided_calls(monkeypatch):
-    """The modules whose calls an engine has computed."""
-    modules = []
-    compute = DividedModules.compute
-
-    def counted(self, module, args, kwargs):
-        modules.append(module)
-        return compute(self, module, args, kwargs)
-
-    monkeypatch.setattr(DividedModules, "compute", counted)
-    return modules
 
 
 class Bfloat16(MixedPrecision):

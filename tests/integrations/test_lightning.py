@@ -32,7 +32,6 @@ from lightning.pytorch.tuner import Tuner  # noqa: E402
 from torchmetrics import AUROC, MeanMetric, MetricCollection  # noqa: E402
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score  # noqa: E402
 
-from scatterpar.integrations.divided_modules import DividedModules  # noqa: E402
 from scatterpar.integrations.lightning import ScatterOnceStrategy  # noqa: E402
 
 pytestmark = [
@@ -276,20 +275,6 @@ def assert_logged(ours, stock, tolerance=1e-6):
     actual = {name: float(value) for name, value in ours.callback_metrics.items()}
     expected = {name: float(value) for name, value in stock.callback_metrics.items()}
     assert actual == pytest.approx(expected, rel=tolerance, abs=tolerance)
-
-
-@pytest.fixture
-def divided_calls(monkeypatch):
-    """The modules whose calls an engine has computed."""
-    modules = []
-    engine_call = DividedModules.compute
-
-    def compute(self, module, args, kwargs):
-        modules.append(module)
-        return engine_call(self, module, args, kwargs)
-
-    monkeypatch.setattr(DividedModules, "compute", compute)
-    return modules
 
 
 class RowByRow(Plain):

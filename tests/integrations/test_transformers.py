@@ -30,7 +30,6 @@ from harness.trainers import (
 from harness.writes import NETWORKS, WRITES, Written, assert_same_writes
 from torch import nn
 
-from scatterpar.integrations.divided_modules import DividedModules
 from scatterpar.integrations.transformers import ScatterOnceMixin, ScatterOnceTrainer
 
 pytestmark = pytest.mark.draws
@@ -85,20 +84,6 @@ def both(folder, layout, model, **options):
     return [
         trained(folder, devices, count, model, **options) for devices in (layout, None)
     ]
-
-
-@pytest.fixture
-def divided_calls(monkeypatch):
-    """The modules whose calls an engine has computed."""
-    modules = []
-    compute = DividedModules.compute
-
-    def counted(self, module, args, kwargs):
-        modules.append(module)
-        return compute(self, module, args, kwargs)
-
-    monkeypatch.setattr(DividedModules, "compute", counted)
-    return modules
 
 
 def own_loss(outputs, labels, num_items_in_batch=None):

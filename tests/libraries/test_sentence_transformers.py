@@ -39,7 +39,6 @@ from sentence_transformers.sentence_transformer.modules import (  # noqa: E402
     Transformer,
 )
 
-from scatterpar.integrations.divided_modules import DividedModules  # noqa: E402
 from scatterpar.integrations.transformers import ScatterOnceMixin  # noqa: E402
 
 pytestmark = [pytest.mark.trainers, pytest.mark.draws]
@@ -165,17 +164,11 @@ def trained(name, saved, folder, devices):
 
 @pytest.mark.parametrize("layout", few_of(LAYOUTS, ["virtual"]))
 @pytest.mark.parametrize("name", few_of([*EMBEDDINGS, *SCORES], QUICK))
-def test_run_equals_one_device(name, layout, saved, tmp_path, monkeypatch):
-    divided = []
-    compute = DividedModules.compute
-
-    def counted(self, module, args, kwargs):
-        divided.append(module)
-        return compute(self, module, args, kwargs)
-
-    monkeypatch.setattr(DividedModules, "compute", counted)
+def test_run_equals_one_device(name, layout, saved, tmp_path, divided_calls):
     ours = trained(name, saved, tmp_path, LAYOUTS[layout])
-    assert set(divided) == {ours.model}  # the loss contains the model: on the master
+    assert set(divided_calls) == {
+        ours.model
+    }  # the loss contains the model: on the master
     stock = trained(name, saved, tmp_path, None)
     assert_same_run(ours, stock, 1e-6, logged=1e-4)
     start = (scorer if name in SCORES else encoder)(saved)

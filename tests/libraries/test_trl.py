@@ -19,7 +19,6 @@ from harness.trainers import (
     tokenizer,
 )
 
-from scatterpar.integrations.divided_modules import DividedModules
 from scatterpar.integrations.transformers import ScatterOnceMixin
 
 trl = pytest.importorskip("trl", reason="TRL's trainers: pip install '.[trl]'")
@@ -157,20 +156,6 @@ def trained(name, folder, devices, **changes):
     with seeded():
         quietly(trainer.train)
     return trainer
-
-
-@pytest.fixture
-def divided_calls(monkeypatch):
-    """The modules whose calls an engine has computed."""
-    modules = []
-    compute = DividedModules.compute
-
-    def counted(self, module, args, kwargs):
-        modules.append(module)
-        return compute(self, module, args, kwargs)
-
-    monkeypatch.setattr(DividedModules, "compute", counted)
-    return modules
 
 
 @pytest.mark.filterwarnings("ignore:generate runs on the first device:UserWarning")

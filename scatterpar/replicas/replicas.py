@@ -629,7 +629,8 @@ class Replica(ModuleCopy):
         )
         self._slots: Sequence[Slot] = replica_set.slots.all
 
-        # Whether nobody has compared its containers with ``state`` since ``reset``.
+        # True from ``reset`` until ``restore`` has compared the containers with
+        # ``state``.
         self._is_unrestored = False
 
     def reset(self, *, lazily: bool = False) -> None:

@@ -203,8 +203,11 @@ class Schedule:
         """Why another schedule has no graphs; a warning, if the user asked for them."""
         return why
 
-    def recovers_from(self, _: Exception) -> bool:
-        """Whether an attempt that has raised this error may run again as it is."""
+    def drop_graphs_after(self, _: Exception) -> bool:
+        """Free captured graphs if that helps against an error of an attempt.
+
+        Returns whether the attempt may run again as it is: never, without graphs.
+        """
         return False
 
     def run(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Computed:
@@ -246,7 +249,7 @@ def meeting_of(attempt: Attempt) -> Meeting | None:
     is_ragged = len({len(share.micro_batches) for share in shares}) > 1
     obstacles = {
         "replicas that take turns, as a step function, or a criterion that reads what "
-        "forward passes leave behind, needs": attempt.threads.scope > Scope.CRITERION,
+        "forward passes leave behind, needs": attempt.threads.scope.is_ordered,
         "whole_batch=True and unequal numbers of micro-batches": (
             attempt.request.whole_batch and is_ragged
         ),

@@ -70,7 +70,7 @@ class Tries:
         """
         if error is None or self._schedule is None:
             return False
-        if not self._schedule.recovers_from(error):
+        if not self._schedule.drop_graphs_after(error):
             return False
         self._free(error)
         return True

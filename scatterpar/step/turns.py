@@ -36,6 +36,11 @@ class Scope(enum.IntEnum):
     FUNCTION = 2
     SUBSTEP = 3
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether turns come in the order of the rows."""
+        return self > Scope.CRITERION
+
 
 class TurnOrder:
     """The turns of the replicas in one pass over their shares.
@@ -51,7 +56,7 @@ class TurnOrder:
         """``cancel`` ends all waits."""
         self.scope = scope
         self._cancel = cancel
-        self.is_ordered = scope > Scope.CRITERION
+        self.is_ordered = scope.is_ordered
         self._present: tuple[int, int] | None = None  # of the turn that runs
         # Places of turns that have not ended, the next first.
         self._pending: dict[tuple[int, int], None] = {}

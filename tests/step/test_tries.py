@@ -31,7 +31,7 @@ class WithGraphs(Schedule):
     def __init__(self, seen):
         self.seen = seen
 
-    def recovers_from(self, error):
+    def drop_graphs_after(self, error):
         self.seen.append(error)
         return len(self.seen) == 1
 

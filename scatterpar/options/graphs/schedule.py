@@ -31,7 +31,6 @@ from scatterpar.step.substeps import (
     Substeps,
 )
 from scatterpar.step.task import ReplicaTask
-from scatterpar.step.turns import Scope
 from scatterpar.threads.process_settings import settings_of_torch
 from scatterpar.torch_private.compiler import CompileFn
 
@@ -146,15 +145,18 @@ class Captured(Schedule):
             self._decision.tell(why)
         return super().without_graphs(why)
 
-    def recovers_from(self, error: Exception) -> bool:
-        """Whether the attempt that raised ``error`` may run again, without graphs."""
+    def drop_graphs_after(self, error: Exception) -> bool:
+        """Free the graphs if that helps against ``error``, which an attempt has raised.
+
+        Returns whether it may run again, without graphs.
+        """
         has_graphs = any(graphs.by_shape for graphs in self._by_replica)
-        had_graphs = self._has_given_up
+        ran_without = self._has_given_up
         self._has_given_up = False
         if isinstance(error, Outdated):
             self._pause = f"{error} since it was captured"
             self._decision.changed(str(error))
-        elif is_out_of_memory(error) and has_graphs and not had_graphs:
+        elif is_out_of_memory(error) and has_graphs and not ran_without:
             # Graphs are the first memory to give up.
             self._pause = _NO_MEMORY_FOR_GRAPHS
             self._has_given_up = True
@@ -218,7 +220,7 @@ class Captured(Schedule):
             return _COMPILED
         if attempt.replicas.exchange_statistics():
             return "nn.SyncBatchNorm layers exchange statistics in each sub-step"
-        if attempt.threads.scope > Scope.CRITERION:
+        if attempt.threads.scope.is_ordered:
             return "replicas take turns in calling a function of yours"
         return ""
 

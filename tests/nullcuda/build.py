@@ -5,7 +5,8 @@ which symbol version. What ``runtime/`` and ``libraries/`` do not define becomes
 that notes its name. torch looks for the libraries in ``nvidia/cu13/lib``, or for CUDA
 12 in ``nvidia/cuda_runtime/lib``, and not before in other folders of the machine (its
 RPATH beats LD_LIBRARY_PATH), so that is where they go. The headers are beside them,
-from nvidia-cuda-runtime or nvidia-cuda-runtime-cu12.
+from nvidia-cuda-runtime or nvidia-cuda-runtime-cu12. Nothing is built if all sources
+are older than the last build.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 HERE = Path(__file__).parent
+GENERATED = "generated"  # the folder of stubs
 # Without a symbol version a function's library is known by the beginning of its name.
 UNVERSIONED = {
     "libcuda": r"cu[A-Z](?!File)",
@@ -30,6 +33,10 @@ UNVERSIONED = {
 
 def main(site_packages: Path) -> None:
     """Compile every library that torch needs and the machine has not."""
+    stamp = site_packages / "nvidia" / "null-cuda-built"
+    sources = [path for path in HERE.rglob("*.[ch]") if path.parent.name != GENERATED]
+    if is_current(stamp, [Path(__file__), *sources]):
+        return
     torch_libraries = sorted((site_packages / "torch" / "lib").glob("*.so*"))
     wanted, sonames = undefined(torch_libraries)
     (runtime,) = (soname for soname in sonames if soname.startswith("libcudart.so."))
@@ -41,6 +48,15 @@ def main(site_packages: Path) -> None:
     present = {runtime, *[library.name for library in torch_libraries]}
     for soname in sorted(sonames - present):
         build.library(soname, wanted)
+    stamp.touch()
+
+
+def is_current(stamp: Path, sources: Iterable[Path]) -> bool:
+    """Whether the stamp of the last build is newer than all sources."""
+    if not stamp.exists():
+        return False
+    built = stamp.stat().st_mtime_ns
+    return all(source.stat().st_mtime_ns < built for source in sources)
 
 
 def undefined(libraries: list[Path]) -> tuple[dict[str, set[str]], set[str]]:
@@ -80,7 +96,7 @@ class Build:
         self._out = out
         self._runtime = runtime
         self._includes = ["-I", str(HERE / "runtime"), "-I", str(include)]
-        self._generated = HERE / "generated"
+        self._generated = HERE / GENERATED
         self._generated.mkdir(exist_ok=True)
         out.mkdir(parents=True, exist_ok=True)
 

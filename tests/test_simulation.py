@@ -1,78 +1,144 @@
 """The simulation of several GPUs, on traces that a reader computes by hand."""
 
+import dataclasses
+
 import pytest
 from nullcuda.card import Record
 
-from benchmarks.many_cards.simulation import Costs, Durations, Simulation, Trace
+from benchmarks.many_cards.simulation import Host, Machine, Simulation, ratio
+from benchmarks.many_cards.traces import Case, Round, Trace, Traced
 
-DURATIONS = Durations(host=0, device=100, graph_launch=1, tape=0, hand_over=0, link=1e9)
-COSTS = Costs(gil=1, call=1, backward_call=1, large=10, small=5)
+SECOND = 10**9  # the nanoseconds that a thread has computed
+# A graph takes 100, a convolution 10, another kernel 5; copies take their bytes.
+MACHINE = Machine(
+    pace=1,
+    sub_step=100,
+    large=10,
+    small=5,
+    graph_launch=1,
+    hand_over=0,
+    link=1e9,
+    cores=4,
+    wake_up=0,
+    latency=0,
+    pinned=1e9,
+    pageable=1e9,
+)
 
 
-def record(kind, thread=1, device=0, stream=1, address=0, size=0, name="gemm"):
-    return Record(kind, device, stream, address, 0, size, False, False, thread, name)
+def record(kind, cpu=0, thread=1, device=0, stream=1, address=0, size=0, **options):
+    """``cpu``: the seconds that the thread has computed when it gets here."""
+    pageable = options.get("pageable", False)
+    blocks = options.get("blocks", False)
+    what = kind, device, stream, address, 0, size, blocks, pageable, thread, "gemm"
+    return Record(*what, cpu * SECOND)
 
 
-def end_of(*records, durations=DURATIONS):
-    return Simulation(Trace.of(records), durations, COSTS).end
+def begun(*threads):
+    """The first record of each thread, before which nobody knows what it computed."""
+    return [record("hand_over", 0, thread, -1, address=-1) for thread in threads]
+
+
+def end_of(*records, **machine):
+    trace = Trace.of(records)
+    return Simulation(trace, dataclasses.replace(MACHINE, **machine)).end
 
 
 def test_kernels_of_a_stream_run_in_order():
     # Launched at 2 and 4, computed from 2 to 12 and from 12 to 22.
-    assert end_of(record("library"), record("library")) == 22
+    assert end_of(*begun(1), record("library", 2), record("library", 4)) == 22
+
+
+def test_host_computes_between_records():
+    records = *begun(1), record("library", 2), record("event_query", 20)
+    # The query is no work of its own: what was computed for it counts for the launch.
+    assert end_of(*records, record("library", 30)) == 40
+    assert end_of(*records, record("library", 30), pace=2) == 70
 
 
 def test_gil_is_held_by_one_thread_at_a_time():
-    begun = record("hand_over", 1, -1), record("hand_over", 2, -1)
-    launches = record("library", 1), record("library", 2, device=1)
-    # The second thread launches from 1 to 3, and its GPU computes until 13.
-    assert end_of(*begun, *launches) == 13
+    records = record("library", 10, 1), record("library", 10, 2, device=1)
+    # The first thread holds the GIL until 6, the second one from 6 to 12. Each then
+    # computes for 4 without it.
+    assert end_of(*begun(1, 2), *records) == pytest.approx(16 + 10)
+    assert end_of(*begun(1, 2), *records, hand_over=1) == pytest.approx(17 + 10)
+
+
+def test_threads_wait_for_cores():
+    # Autograd's threads do not hold the GIL.
+    backward = record("library", 0, 2), record("library", 8, 2)
+    other = record("library", 0, 3, device=1), record("library", 8, 3, device=1)
+    assert end_of(*begun(1), *backward, *other) == 20
+    assert end_of(*begun(1), *backward, *other, cores=1) == 26
 
 
 def test_stream_waits_for_an_event():
-    first = record("library"), record("event_record", address=7)
-    second = record("event_wait", stream=2, address=7), record("library", stream=2)
+    first = record("library", 2), record("event_record", 2, address=7)
+    second = record("event_wait", 2, stream=2, address=7)
     # The event is there at 12; the kernel behind it was launched before.
-    assert end_of(*first, *second) == pytest.approx(22, abs=1e-3)
+    last = record("library", 4, stream=2)
+    assert end_of(*begun(1), *first, second, last) == 22
 
 
 def test_graph_takes_what_a_sub_step_takes():
     assert end_of(record("graph_launch"), record("graph_launch")) == 201
 
 
-def test_launches_beside_graphs_pay_for_a_tape():
-    with_tape = Durations(
-        host=0, device=100, graph_launch=1, tape=3, hand_over=0, link=1e9
-    )
-    # The graph is done at 101; the launch behind it ends at 1 + 1 + 3 + 1 = 6.
-    records = record("graph_launch"), record("library", stream=2)
-    assert end_of(*records, durations=with_tape) == 101
-    assert end_of(*records[1:], durations=with_tape) == 12
-    slow_tape = Durations(
-        host=0, device=100, graph_launch=1, tape=200, hand_over=0, link=1e9
-    )
-    assert end_of(*records, durations=slow_tape) == 213
-
-
 def test_copy_takes_its_bytes_over_the_link():
-    copied = record("copy_peer", size=2_000_000_000)
-    assert end_of(copied) == pytest.approx(2, abs=1e-3)
+    size = 2_000_000_000
+    assert end_of(record("copy_peer", size=size)) == 2
+    assert end_of(record("copy_peer", size=size), copied_bytes=((size, SECOND),)) == 1
+
+
+def test_thread_copies_pageable_memory_itself():
+    size = 2_000_000_000
+    copied = record("copy_in", size=size, pageable=True), record("graph_launch")
+    # Until 2 to pinned memory, until 4 to the GPU, beside the launch that ends at 3.
+    assert end_of(*copied) == 104
+    pinned = record("copy_in", size=size), record("graph_launch", stream=2)
+    assert end_of(*pinned) == 101
 
 
 def test_worker_begins_when_the_caller_has_handed_over():
-    caller = record("library", 1), record("hand_over", 1, -1, address=5)
-    worker = record("take_over", 2, -1, address=5), record("library", 2, device=1)
-    assert end_of(*caller, *worker) == 14
+    first = record("library", 2), record("hand_over", 2, 1, -1, address=5)
+    worker = record("take_over", 0, 2, -1, address=5), record("library", 2, 2, device=1)
+    assert end_of(*begun(1), *first, *worker) == 14
 
 
 def test_workers_do_not_wait_for_each_other():
     """A worker that began late in the trace once waited for one that had ended."""
-    begun = record("hand_over", 1, -1, address=5)
-    first = record("take_over", 2, -1, address=5), record("library", 2, device=1)
-    ended = record("hand_over", 2, -1, address=5)
-    slow = record("event_sync", 2, address=9)
-    second = record("take_over", 3, -1, address=5), record("library", 3, device=2)
-    recorded = record("event_record", 2, device=1, address=9)
-    end = end_of(begun, *first, recorded, slow, ended, *second)
-    # The first worker waits for its GPU until 12, the second one launches at 3.
-    assert end == pytest.approx(13, abs=1e-3)
+    first = record("take_over", 0, 2, -1, address=5), record("library", 2, 2, device=1)
+    recorded = record("event_record", 2, 2, device=1, address=9)
+    slow = record("event_sync", 2, 2, address=9)
+    ended = record("hand_over", 2, 2, -1, address=5)
+    second = record("take_over", 0, 3, -1, address=5), record("library", 2, 3, device=2)
+    handed_over = record("hand_over", 0, 1, -1, address=5)
+    end = end_of(handed_over, *first, recorded, slow, ended, *second, hand_over=0)
+    # The first worker waits for its GPU until 12; the second one launches at 2.8.
+    assert end == pytest.approx(13.2)
+
+
+def test_steps_in_times_of_what_a_gpu_computes():
+    """The host's time for an eager sub-step sets its pace in all else."""
+    # Four sub-steps in four seconds, of a convolution and another kernel each.
+    kernels = []
+    for number in range(1, 5):
+        kernels += [record("library", number), record("launch", number)]
+    baseline = Trace.of([*begun(1), *kernels])
+    # A step of two graphs, for which the host computes as long as for two sub-steps.
+    graphs = record("graph_launch", 1), record("graph_launch", 2)
+    steps = Trace.of([*begun(1), *graphs])
+    traced = Traced(
+        Case("gpt", 1, 2),
+        num_steps=1,
+        rounds=[Round(steps, baseline)],
+        seconds=[],
+        caller_seconds=[],
+        host_seconds=[],
+        baseline_host_seconds=[],
+        graphs="",
+        micro_batch=512,
+    )
+    host = Host(7, 28, hand_over=0, link=300, graph_launch=0, cores=16)
+    # The first graph is launched at 7, and both are computed in 56 ms.
+    assert ratio(traced, host) == pytest.approx((7 + 56) / 56)

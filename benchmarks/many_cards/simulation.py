@@ -1,232 +1,169 @@
-"""How long would a step take on 1, 2, 4 and 8 GPUs, all launched by one process?
+"""How long would a step take on several GPUs, all launched by one process?
 
     tests/nullcuda/run python -m benchmarks.many_cards.simulation
 
 Nobody has run the engine on several real GPUs. Null GPUs (``tests/nullcuda``) say what
-is launched, copied and waited for, in which order and by which thread. Here each entry
-of such a trace gets a duration::
+is launched, copied and waited for, in which order and by which thread, and how long the
+thread has computed before each of these records. Here time is given to them::
 
-    thread      its entries run in order; a launch holds the GIL for a part of its time
+    thread      computes before each record for as long as on null GPUs, times a factor:
+                an eager sub-step takes the host's time. It holds the GIL for a part of
+                this, and a core
     stream      kernels run in order, each from the time when it was launched at the
                 earliest
     event       a stream, or the host, waits for what was recorded
     copy        its bytes over the speed of the link
 
-Durations are arguments: the time in which the host launches a sub-step, that in which a
-GPU computes it, a hand-over of the GIL, the links. Not in it: NVLink's topology, the
-allocator, kernels that share a GPU, cores that are missing.
+So Python's work between two launches, on a tape, or while it looks after parameters, is
+in it as it was measured. Not in it: NVLink's topology, the allocator, kernels that
+share a GPU, memory bandwidth that several threads share.
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
-import os
-import pickle
-import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 from nullcuda.card import Record
 
-ACCUM = 16
-STEPS = 2  # that are recorded
-GRAPHS = {"default": None, "on": True, "off": False}
-
-# What a trace has beside launches, copies and waits.
-_NO_WORK = {
-    "read",
-    "write",
-    "not_done",
-    "event_query",
-    "stream_query",
-    "context",
-    "stream_create",
-    "host_malloc",
-    "host_free",
-    "device_malloc",
-    "device_free",
-    "enable_peer",
-}
-_LAUNCHES = {"launch", "library", "graph_launch"}
-_COPIES = {"copy_in", "copy_out", "copy_peer", "copy_within", "fill"}
-_ON_STREAM = _LAUNCHES | _COPIES | {"event_record", "event_wait"}
-_LARGE = ("gemm", "matmul", "convolution", "execute", "backend")
+from benchmarks.many_cards.traces import (
+    BASELINE_ACCUM,
+    COPIES,
+    LAUNCHES,
+    Case,
+    Trace,
+    Traced,
+    is_large,
+    traced,
+)
 
 _MS = 1e-3
 _US = 1e-6
-_COPY_CALL = 5 * _US  # the host's time for a copy
-_EVENT_CALL = 2 * _US
-_WAKE_UP = 30 * _US  # of a thread that waited for an event
-_PEER_LATENCY = 6 * _US
-_HBM = 1.5e12  # bytes per second within a GPU
-_PINNED = 25e9  # bytes per second from the host to a GPU
 _SHARE_OF_LARGE = 0.7  # of the device's time: convolutions and matrix products
-# Of the host's time for an eager sub-step, and of a forward pass in which the GIL is
-# held. Measured for ResNet-50 and a GPT: 0.45 to 0.67.
-_SHARE_OF_FORWARD = 0.58
+# Of the host's time the part in which a thread holds the GIL, if it runs Python.
+# Measured for forward passes of ResNet-50 and a GPT: 0.45 to 0.67.
 _SHARE_OF_GIL = 0.6
+# Bytes of the inputs of a micro-batch: 128 images, 12 x 1,024 tokens.
+_MICRO_BATCHES = {"resnet50": 128 * 3 * 224 * 224 * 4, "gpt": 12 * 1024 * 8}
 
 
 @dataclass(frozen=True)
-class Durations:
+class Machine:
     """The durations of a machine, in seconds and bytes per second.
 
     Attributes:
-        host: in which the host launches an eager sub-step.
-        device: in which a GPU computes a sub-step.
-        graph_launch: in which the host launches a captured sub-step.
-        tape: what an operator costs more if it is written on a tape.
-        hand_over: of the GIL to a thread that waits for it.
-        link: the speed between two GPUs.
-    """
-
-    host: float
-    device: float
-    graph_launch: float
-    tape: float
-    hand_over: float
-    link: float
-
-
-@dataclass
-class Trace:
-    """Records in order, and what each of them comes after.
-
-    Attributes:
-        records: launches, copies, events and waits.
-        predecessors: for each record the numbers of those that other threads must have
-            done before.
-        by_thread: the numbers of the records of each thread.
-        python_threads: the caller's thread and the workers. The others are autograd's.
-    """
-
-    records: Sequence[Record]
-    predecessors: list[list[int]] = field(default_factory=list)
-    by_thread: dict[int, list[int]] = field(default_factory=dict)
-    python_threads: set[int] = field(default_factory=set)
-
-    @classmethod
-    def of(cls, records: Sequence[Record]) -> Trace:
-        """The trace of these records."""
-        trace = cls([record for record in records if record.kind not in _NO_WORK])
-        trace.python_threads = {
-            record.thread
-            for record in trace.records
-            if record.kind in ("hand_over", "take_over")
-        } or {trace.records[0].thread}
-        last_on_device: dict[tuple[int, bool], int] = {}
-        last_event: dict[int, int] = {}
-        caller = trace.caller
-        # By key, and whether the caller hands work over, or a worker its results.
-        handed_over: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
-        for number, record in enumerate(trace.records):
-            predecessors: list[int] = []
-            if record.device >= 0 and record.kind in _ON_STREAM:
-                # Autograd's thread of a device goes on with what a worker began, and
-                # the worker with what that thread did. Python's own threads hand over.
-                is_of_python = record.thread in trace.python_threads
-                last = last_on_device.get((record.device, not is_of_python))
-                if last is not None:
-                    predecessors.append(last)
-                last_on_device[record.device, is_of_python] = number
-            if record.kind == "event_record":
-                last_event[record.address] = number
-            waits = record.kind in ("event_wait", "event_sync")
-            if waits and record.address in last_event:
-                predecessors.append(last_event[record.address])
-            is_caller = record.thread == caller
-            if record.kind == "hand_over":
-                handed_over[record.address, is_caller].append(number)
-            if record.kind == "take_over":
-                # A worker may begin when another one has ended, and does not wait for
-                # it.
-                predecessors += handed_over[record.address, not is_caller]
-            trace.predecessors.append(predecessors)
-            trace.by_thread.setdefault(record.thread, []).append(number)
-        return trace
-
-    @property
-    def caller(self) -> int:
-        """The thread that hands work over first: the caller's."""
-        for record in self.records:
-            if record.kind == "hand_over":
-                return record.thread
-        return self.records[0].thread
-
-    @property
-    def captured(self) -> bool:
-        """Whether sub-steps are launched as graphs."""
-        return any(record.kind == "graph_launch" for record in self.records)
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What one entry of a trace takes.
-
-    Attributes:
-        gil: of a launch in a forward pass, while the GIL is held.
-        call: of a launch in a forward pass, without the GIL.
-        backward_call: of a launch by autograd's threads.
+        pace: seconds of its host per second that a thread has computed in the trace.
+        sub_step: in which a GPU computes a sub-step.
         large: a convolution or matrix product on the GPU.
         small: any other kernel.
+        graph_launch: in which the driver launches a graph.
+        hand_over: of the GIL to a thread that waits for it.
+        link: the speed between two GPUs.
+        cores: of the host.
+        copied_bytes: a copy of so many bytes in the trace has others here.
+        wake_up: of a thread that waited for an event.
+        latency: of a copy.
+        pinned: bytes per second from the host's pinned memory to a GPU.
+        pageable: bytes per second that a thread copies from pageable memory to pinned
+            memory; measured on an H200's host (card/h200.md).
+        device_memory: bytes per second within a GPU.
     """
 
-    gil: float
-    call: float
-    backward_call: float
+    pace: float
+    sub_step: float
     large: float
     small: float
+    graph_launch: float
+    hand_over: float
+    link: float
+    cores: int
+    copied_bytes: tuple[tuple[int, int], ...] = ()
+    wake_up: float = 30 * _US
+    latency: float = 6 * _US
+    pinned: float = 25e9
+    pageable: float = 7.2e9
+    device_memory: float = 1.5e12
 
+    @classmethod
+    def null(cls, *, hand_over: float, cores: int) -> Machine:
+        """This machine with null GPUs, where nothing on a GPU takes time."""
+        return cls(
+            pace=1.0,
+            sub_step=0.0,
+            large=0.0,
+            small=0.0,
+            graph_launch=0.0,
+            hand_over=hand_over,
+            link=inf,
+            cores=cores,
+            wake_up=0.0,
+            latency=0.0,
+            pinned=inf,
+            pageable=inf,
+            device_memory=inf,
+        )
 
-def costs_of(eager: Trace, durations: Durations) -> Costs:
-    """The costs per entry, so that an eager sub-step on one GPU takes its durations."""
-    substeps = STEPS * ACCUM
-    launches = [r for r in eager.records if r.kind in ("launch", "library")]
-    in_forward = sum(r.thread in eager.python_threads for r in launches)
-    in_backward = len(launches) - in_forward
-    large = sum(is_large(record) for record in launches)
-    small = sum(record.kind == "launch" for record in launches)
-    forward = _SHARE_OF_FORWARD * durations.host * substeps
-    backward = durations.host * substeps - forward
-    return Costs(
-        gil=_SHARE_OF_GIL * forward / in_forward,
-        call=(1 - _SHARE_OF_GIL) * forward / in_forward,
-        backward_call=backward / max(in_backward, 1),
-        large=_SHARE_OF_LARGE * durations.device * substeps / large,
-        small=(1 - _SHARE_OF_LARGE) * durations.device * substeps / small,
-    )
+    @classmethod
+    def beside(
+        cls,
+        baseline: Trace,
+        *,
+        host: float,
+        sub_step: float,
+        copied_bytes: tuple[tuple[int, int], ...] = (),
+        graph_launch: float = 200 * _US,
+        hand_over: float = 0.0,
+        link: float = 300e9,
+        cores: int = 16,
+    ) -> Machine:
+        """The machine on which an eager sub-step of ``baseline`` takes these times.
 
-
-def is_large(record: Record) -> bool:
-    """Whether a library computes a convolution or a matrix product."""
-    name = record.name.lower()
-    return record.kind == "library" and any(word in name for word in _LARGE)
+        Args:
+            baseline: a step of one GPU without graphs.
+            host: seconds in which the host launches a sub-step.
+            sub_step: seconds in which a GPU computes it.
+        """
+        launches = baseline.records
+        num_large = sum(map(is_large, launches)) / BASELINE_ACCUM
+        num_small = sum(record.kind == "launch" for record in launches) / BASELINE_ACCUM
+        return cls(
+            pace=host * BASELINE_ACCUM / baseline.host_seconds,
+            sub_step=sub_step,
+            large=_SHARE_OF_LARGE * sub_step / max(num_large, 1),
+            small=(1 - _SHARE_OF_LARGE) * sub_step / max(num_small, 1),
+            graph_launch=graph_launch,
+            hand_over=hand_over,
+            link=link,
+            cores=cores,
+            copied_bytes=copied_bytes,
+        )
 
 
 class Simulation:
-    """Runs a trace with durations.
+    """Runs a trace on a machine.
 
     Attributes:
         end: when the last stream and the last thread are done, in seconds.
     """
 
-    def __init__(self, trace: Trace, durations: Durations, costs: Costs) -> None:
+    def __init__(self, trace: Trace, machine: Machine) -> None:
         self._trace = trace
-        self._durations = durations
-        self._costs = costs
+        self._machine = machine
+        self._copied_bytes = dict(machine.copied_bytes)
         self._threads: defaultdict[int, float] = defaultdict(float)
         self._streams: defaultdict[tuple[int, int], float] = defaultdict(float)
         self._events: dict[int, float] = {}
         self._gil_is_free = 0.0
         self._gil_holder: int | None = None
-        # In a captured step, what is launched eagerly is on tape.
-        self._tape = durations.tape if trace.captured else 0.0
+        self._cores_are_free = [0.0] * machine.cores
         self._run()
         self.end = max([*self._threads.values(), *self._streams.values()])
 
@@ -257,7 +194,7 @@ class Simulation:
         while ready:
             start, number, thread = heapq.heappop(ready)
             start = max(start, self._threads[thread])
-            end = self._entry(trace.records[number], start)
+            end = self._entry(number, start)
             self._threads[thread] = end
             done[number] = end
             positions[thread] += 1
@@ -265,24 +202,36 @@ class Simulation:
                 enqueue(other)
             enqueue(thread)
 
-    def _entry(self, record: Record, start: float) -> float:
+    def _entry(self, number: int, start: float) -> float:
         """Run one entry. Returns when its thread goes on."""
-        if record.kind in _LAUNCHES:
-            return self._launch(record, start)
-        if record.kind in _COPIES:
+        record = self._trace.records[number]
+        machine = self._machine
+        start = self._compute(record, start, machine.pace * self._trace.gaps[number])
+        if record.kind == "graph_launch":
+            start += machine.graph_launch
+            self._on_stream(record, start, machine.sub_step)
+        elif record.kind in LAUNCHES:
+            if record.kind == "launch":
+                self._on_stream(record, start, machine.small)
+            elif is_large(record):
+                self._on_stream(record, start, machine.large)
+        elif record.kind in COPIES:
             return self._copy(record, start)
+        return self._wait(record, start)
+
+    def _wait(self, record: Record, start: float) -> float:
+        """Events and synchronisations. Returns when the thread goes on."""
         stream = record.device, record.stream
         match record.kind:
             case "event_record":
-                start += _EVENT_CALL
                 self._events[record.address] = max(self._streams[stream], start)
             case "event_wait":
-                start += _EVENT_CALL
                 event = self._events.get(record.address, 0.0)
                 self._streams[stream] = max(self._streams[stream], event)
             case "event_sync":
                 event = self._events.get(record.address, 0.0)
-                start = max(start, event) + _WAKE_UP
+                if event > start:
+                    start = event + self._machine.wake_up
             case "stream_sync":
                 start = max(start, self._streams[stream])
             case "device_sync":
@@ -291,37 +240,19 @@ class Simulation:
                         start = max(start, time)
         return start
 
-    def _launch(self, record: Record, start: float) -> float:
-        """Launch a kernel or a graph. Returns when the thread goes on."""
-        costs = self._costs
-        if record.kind == "graph_launch":
-            end = self._with_gil(record.thread, start, self._durations.graph_launch)
-            self._on_stream(record, end, self._durations.device)
-            return end
-        if record.thread in self._trace.python_threads:
-            end = self._with_gil(record.thread, start, costs.gil + self._tape)
-            end += costs.call
-        else:
-            # A tape is Python, which autograd's threads run with the GIL, too.
-            if self._tape:
-                start = self._with_gil(record.thread, start, self._tape)
-            end = start + costs.backward_call
-        if record.kind == "launch":
-            self._on_stream(record, end, costs.small)
-        elif is_large(record):
-            self._on_stream(record, end, costs.large)
-        return end
-
     def _copy(self, record: Record, start: float) -> float:
         """Start a copy. Returns when the thread goes on."""
-        start += _COPY_CALL
+        machine = self._machine
+        num_bytes = self._copied_bytes.get(record.bytes, record.bytes)
         match record.kind:
             case "copy_in" | "copy_out":
-                seconds = _COPY_CALL + record.bytes / _PINNED
+                seconds = machine.latency + num_bytes / machine.pinned
+                if record.pageable:  # the thread copies to pinned memory first
+                    start = self._on_core(start, num_bytes / machine.pageable)
             case "copy_peer":
-                seconds = _PEER_LATENCY + record.bytes / self._durations.link
+                seconds = machine.latency + num_bytes / machine.link
             case _:
-                seconds = record.bytes / _HBM
+                seconds = num_bytes / machine.device_memory
         end = self._on_stream(record, start, seconds)
         return max(start, end) if record.blocks else start
 
@@ -331,85 +262,163 @@ class Simulation:
         self._streams[stream] = max(start, self._streams[stream]) + seconds
         return self._streams[stream]
 
+    def _compute(self, record: Record, start: float, seconds: float) -> float:
+        """The thread computes before it gets to its record. Returns when it has."""
+        is_python = record.thread in self._trace.python_threads
+        # A tape is Python, which autograd's threads run with the GIL, too.
+        has_gil = is_python or self._trace.captured
+        if has_gil and seconds:
+            start = self._with_gil(record.thread, start, _SHARE_OF_GIL * seconds)
+            seconds *= 1 - _SHARE_OF_GIL
+        return self._on_core(start, seconds)
+
     def _with_gil(self, thread: int, start: float, seconds: float) -> float:
         """Hold the GIL for a while, when it is free. Returns when it is released."""
         begin = max(start, self._gil_is_free)
         is_contended = self._gil_is_free > start - 5 * _US
         if self._gil_holder not in (None, thread) and is_contended:
-            begin += self._durations.hand_over
-        self._gil_is_free = begin + seconds
+            begin += self._machine.hand_over
+        self._gil_is_free = self._on_core(begin, seconds)
         self._gil_holder = thread
         return self._gil_is_free
 
+    def _on_core(self, start: float, seconds: float) -> float:
+        """Take a core for a while, when one is free. Returns when it is released."""
+        if not seconds:
+            return start
+        end = max(start, self._cores_are_free[0]) + seconds
+        heapq.heapreplace(self._cores_are_free, end)
+        return end
 
-def traced(network: str, cards: int, graphs: str, folder: Path) -> Trace:
-    """The trace of two steps, made in a process of its own."""
-    file = folder / f"{network}-{cards}-{graphs}.pickle"
-    if not file.exists():
-        module = "benchmarks.many_cards.launch_trace"
-        command = [sys.executable, "-W", "ignore", "-m", module, network, str(cards)]
-        environment = os.environ | {"NULLCUDA_DEVICES": str(cards)}
-        command += [str(file), "--graphs", graphs]
-        subprocess.run(command, env=environment, check=True)
-    records = pickle.loads(file.read_bytes())
-    return Trace.of([Record(*fields) for fields in records])
+
+class Host(NamedTuple):
+    """What a table assumes of a machine, in its own units.
+
+    Attributes:
+        ms: in which the host launches an eager sub-step.
+        device_ms: in which a GPU computes it.
+        hand_over: of the GIL, in microseconds.
+        link: GB/s between two GPUs.
+        graph_launch: in microseconds.
+        cores: of the host.
+    """
+
+    ms: float
+    device_ms: float
+    hand_over: float
+    link: float
+    graph_launch: float
+    cores: int
+
+
+def ratio(case: Traced, host: Host) -> float:
+    """A step's time in times of what each GPU computes: the median of the rounds."""
+    real = _MICRO_BATCHES[case.case.network]
+    copied = {case.micro_batch: real}
+    whole = case.micro_batch * case.case.cards
+    copied[whole] = real * case.case.cards
+    ratios: list[float] = []
+    for steps, baseline in case.rounds:
+        machine = Machine.beside(
+            baseline,
+            host=host.ms * _MS,
+            sub_step=host.device_ms * _MS,
+            copied_bytes=tuple(copied.items()),
+            graph_launch=host.graph_launch * _US,
+            hand_over=host.hand_over * _US,
+            link=host.link * 1e9,
+            cores=host.cores,
+        )
+        computed = case.case.accum * machine.sub_step * case.num_steps
+        ratios.append(Simulation(steps, machine).end / computed)
+    return median(ratios)
+
+
+PROGRAMS = {
+    "step": "`forward_backward`",
+    "call": "`engine(x)`",
+    "trainer": "a Trainer",
+}
+# The rows of the table: each is a case per number of GPUs.
+ROWS = (
+    Case("resnet50", 0, 16),
+    Case("resnet50", 0, 8),
+    Case("resnet50", 0, 4),
+    Case("gpt", 0, 16),
+    Case("gpt", 0, 4),
+    Case("resnet50", 0, 16, pageable=True),
+    Case("resnet50", 0, 16, graphs="off"),
+    Case("resnet50", 0, 4, graphs="off"),
+    Case("gpt", 0, 16, graphs="off"),
+    Case("resnet50", 0, 4, "call"),
+    Case("gpt", 0, 4, "call"),
+    Case("gpt", 0, 4, "trainer"),
+)
 
 
 def print_table(options: Any, folder: Path) -> None:
     """Print steps of each number of GPUs, beside what the GPUs compute."""
-    print(
-        "Steps of 16 sub-steps, in times of what each GPU computes. Where there are two"
-    )
-    print(f"numbers, a hand-over of the GIL takes 0 and {options.hand_over:g} us.\n")
-    columns = "".join(f" {cards} |" for cards in options.cards)
-    print(f"| network | graphs | host, ms | link, GB/s |{columns}")
-    print("|---|---|---:|---:|" + "---:|" * len(options.cards), flush=True)
-    for network in options.network:
-        eager = traced(network, 1, "off", folder)
-        for graphs in options.graphs:
-            traces = [traced(network, n, graphs, folder) for n in options.cards]
-            for host in options.host:
-                for link in options.link:
-                    cells = [
-                        _cell(eager, trace, host, link, options) for trace in traces
-                    ]
-                    head = f"| {network} | {graphs} | {host:g} | {link:g} |"
-                    print(f"{head} {' | '.join(cells)} |", flush=True)
+    print("Steps in times of what each GPU computes. Where there are two numbers, a")
+    print(f"hand-over of the GIL takes 0 and {options.hand_over:g} us.\n")
+    columns = [
+        f"{cards} GPUs, host {ms:g} ms"
+        for ms in options.host
+        for cards in options.cards
+    ]
+    print(f"| network | program | sub-steps | graphs | {' | '.join(columns)} |")
+    print("|---|---|---:|---|" + "---:|" * len(columns), flush=True)
+    for row in ROWS:
+        if row.network in options.network:
+            cases = {n: traced(row._replace(cards=n), folder) for n in options.cards}
+            cells = [
+                _cell(cases[cards], ms, options)
+                for ms in options.host
+                for cards in options.cards
+            ]
+            program = PROGRAMS[row.program]
+            if row.pageable:
+                program += ", pageable rows"
+            head = f"| {row.network} | {program} | {row.accum} | {_graphs(cases)} |"
+            print(f"{head} {' | '.join(cells)} |", flush=True)
 
 
-def _cell(eager: Trace, trace: Trace, host: float, link: float, options: Any) -> str:
-    ratios: list[float] = []
-    for hand_over in (0.0, options.hand_over):
-        durations = Durations(
-            host=host * _MS,
-            device=options.device * _MS,
-            graph_launch=options.graph_launch * _US,
-            tape=options.tape * _US,
-            hand_over=hand_over * _US,
-            link=link * 1e9,
+def _graphs(cases: dict[int, Traced]) -> str:
+    """What became of graphs in the last step."""
+    return "; ".join(dict.fromkeys(case.graphs for case in cases.values()))
+
+
+def _cell(case: Traced, ms: float, options: Any) -> str:
+    low, high = (
+        ratio(
+            case,
+            Host(
+                ms,
+                options.device,
+                hand_over,
+                options.link,
+                options.graph_launch,
+                options.cores,
+            ),
         )
-        simulation = Simulation(trace, durations, costs_of(eager, durations))
-        ratios.append(simulation.end / STEPS / (ACCUM * durations.device))
-    low = f"{ratios[0]:.2f}"
-    high = f"{ratios[1]:.2f}"
-    return low if low == high else f"{low} to {high}"
+        for hand_over in (0.0, options.hand_over)
+    )
+    return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add: Callable[..., Any] = parser.add_argument
     add("--network", nargs="+", default=["resnet50", "gpt"])
-    add("--cards", nargs="+", type=int, default=[1, 2, 4, 8])
-    add("--graphs", nargs="+", choices=GRAPHS, default=["off", "default"])
+    add("--cards", nargs="+", type=int, default=[4, 8])
     add("--host", nargs="+", type=float, default=[26, 10], help="ms per sub-step")
     add("--device", type=float, default=28, help="ms per sub-step")
-    add("--link", nargs="+", type=float, default=[300, 20], help="GB/s")
+    add("--link", type=float, default=300, help="GB/s")
     add("--hand-over", type=float, default=8, help="of the GIL, in us")
     add("--graph-launch", type=float, default=200, help="us")
-    add("--tape", type=float, default=15, help="us per operator")
+    add("--cores", type=int, default=16, help="of the host")
     add("--folder", type=Path, help="keeps the traces for the next run")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:
@@ -419,4 +428,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -23,6 +23,7 @@ class Record(NamedTuple):
     pageable: bool
     thread: int
     name: str
+    cpu: int = 0  # nanoseconds that the thread has computed
 
 
 class _Record(ctypes.Structure):
@@ -31,6 +32,7 @@ class _Record(ctypes.Structure):
         ("source", ctypes.c_uint64),
         ("bytes", ctypes.c_uint64),
         ("name", ctypes.c_char_p),
+        ("cpu", ctypes.c_uint64),
         ("thread", ctypes.c_int32),
         ("kind", ctypes.c_int32),
         ("device", ctypes.c_int32),
@@ -154,4 +156,5 @@ def _as_record(entry: _Record) -> Record:
         pageable=bool(entry.flags & _PAGEABLE),
         thread=entry.thread,
         name=(entry.name or b"").decode(),
+        cpu=entry.cpu,
     )

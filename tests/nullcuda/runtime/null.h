@@ -30,6 +30,7 @@ enum flag { BLOCKS_HOST = 1, PAGEABLE = 2 };
 struct record {
   uint64_t address, source, bytes; /* what is written, what is read; an event's number */
   const char *name;                /* of a kernel, a library's function or an operator */
+  uint64_t cpu;                    /* nanoseconds that the thread has computed, less this clock's */
   int32_t thread, kind, device, stream, flags;
 };
 

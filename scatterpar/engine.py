@@ -82,6 +82,7 @@ from scatterpar.step.scatter import (
     micro_batches,
     scatter,
 )
+from scatterpar.step.step_report import make_report
 from scatterpar.step.substeps import Schedule, user_state_guarded
 from scatterpar.step.task import call_inputs, make_tasks
 from scatterpar.step.tries import Tries, Try
@@ -513,7 +514,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 loss = commit(outcome, deferred=deferred)  # 6
             if deferred:
                 self._loss_watch.begin(loss)
-            self.last_step = outcome.report(waited, schedule)
+            self.last_step = make_report(outcome, waited, schedule)
         return (loss, outcome.outputs) if call.return_outputs else loss
 
     @contextlib.contextmanager
@@ -584,7 +585,9 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             with attempt.phase("compute"), user_state_guarded(attempt):  # 4
                 tasks = make_tasks(attempt, loaders)
                 if self._verifier is not None and not attempt.extent.is_trial:
+                    start = time.perf_counter()
                     scope = self._verifier.look_if_due(attempt, tasks[0])
+                    attempt.check_seconds = time.perf_counter() - start
                     attempt.threads.widen(scope)
                 computed = schedule.run(attempt, tasks)
             with attempt.phase("reduce"):  # 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import time
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -35,13 +36,46 @@ def report():
 
 
 def test_report_as_text(report):
-    title, *table = str(report).splitlines()
+    title, speed, *table = str(report).splitlines()
     assert title == "loss 0.25, 5 rows on 2 replicas"
+    assert speed == "3 rows per second"
     assert [line.split() for line in table] == [
+        [],
         ["phase", "ms", "bytes", "copies"],
         ["scatter", "1.5", "1,234,567", "2"],
         ["reduce", "1,500.0", "0", "0"],
+        [],
+        ["replica", "device", "rows", "ms"],
+        ["0", "cpu:0", "3", "500.0"],
+        ["1", "cpu:1", "2", "250.0"],
     ]
+
+
+def test_report_shows_what_devices_do(report):
+    """Of 2 s the first device has a share for 1.5 s, and the second for 0.5 s."""
+    timed = replace(
+        report,
+        seconds={"scatter": 0.5, "reduce": 1.5},
+        device_seconds=(1.5, 0.5),
+        graphs=GraphReport(0, 16, "a reason"),
+        check_seconds=0.25,
+        launch_seconds=(1.5, 0.5),
+    )
+    assert timed.idle == (0.25, 0.75)
+    lines = str(timed).splitlines()
+    assert lines[1] == (
+        "2 rows per second; no replica computes in 25% of the step; the check before "
+        "it took 250.0 ms"
+    )
+    assert lines[-1] == "graphs: eager: a reason"
+    table = [line.split() for line in lines[-5:-2]]
+    assert table == [
+        ["replica", "device", "rows", "ms", "busy", "idle", "most", "memory"],
+        ["0", "cpu:0", "3", "500.0", "75%", "25%", "unknown"],
+        ["1", "cpu:1", "2", "250.0", "25%", "75%", "unknown"],
+    ]
+    page = timed._repr_html_()
+    assert "<td>25%</td>" in page
 
 
 def test_report_as_tables(report):
@@ -49,6 +83,22 @@ def test_report_as_tables(report):
     assert "<p>loss 0.25, 5 rows on 2 replicas; waited 125.0 ms" in page
     assert "<td>scatter</td><td>1.5</td><td>1,234,567</td><td>2</td>" in page
     assert "<td>1</td><td>cpu:1</td><td>2</td><td>250.0</td>" in page
+
+
+def test_hint_is_of_a_step_without_a_check(report):
+    """A check counts for the step's time, and not for its serial part."""
+    timed = replace(
+        report,
+        seconds={"scatter": 0.5, "reduce": 1.5},
+        device_seconds=(1.5, 1.5),
+        launch_seconds=(1.5, 1.5),
+    )
+    hint = "no replica computes in 25% of the step: take more rows per step, "
+    assert str(timed).splitlines()[-1].startswith(f"hint: {hint}")
+    assert f"<p>hint: {hint}" in timed._repr_html_()
+    assert replace(timed, check_seconds=0.4).hint == ""
+    # The CPU never waits for the host.
+    assert replace(timed, seconds={"reduce": 1.6}).hint == ""
 
 
 def test_repr_is_one_line_speed_without_wait():
@@ -72,6 +122,9 @@ def test_step_fills_the_report():
     assert report.waited >= 0.1
     assert len(report.replica_seconds) == 2
     assert min(report.replica_seconds) > 0
+    assert len(report.device_seconds) == 2
+    assert 0 < min(report.device_seconds) < sum(report.seconds.values())
+    assert all(0 <= idle < 1 for idle in report.idle)
     page = ElementTree.fromstring(f"<div>{report._repr_html_()}</div>")
     cells = {cell.text for cell in page.iter("td")}
     assert {"scatter", "replicate", "compute", "reduce", "cpu:0", "cpu:1"} <= cells

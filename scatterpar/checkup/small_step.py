@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 from typing import NamedTuple
 
@@ -18,11 +20,15 @@ from scatterpar.checkup.copies import DoctorVerdict, synchronize_all
 from scatterpar.devices.streams import has_streams
 from scatterpar.devices.virtual_devices import physical
 from scatterpar.engine import ScatterOnceParallel
+from scatterpar.hints import remedies_of_launching
+from scatterpar.options.graphs.schedule import captures_graphs
 
 ACCUM = 16
 ENGINE = "engine"
+GRAPHS = "engine, graphs=True"
 ONE = "one device"
 BUDGET = 10.0  # maximal seconds of the measurement
+WARM_UPS = 2  # steps that allocate memory, capture graphs, and compare values
 ROUNDS = 15
 _SLOWER = 1.1  # a larger ratio of times is no accident of the measurement
 _WAITED = 0.1  # if the host waits for a smaller part, the GPU is idle between launches
@@ -40,8 +46,7 @@ _COPIES = (
 )
 _LAUNCHES = (
     "One interpreter launches all replicas, and these sub-steps are too short to keep "
-    f"the GPUs busy. Take a smaller accum than {ACCUM}, or compile=True. A real "
-    "network computes more."
+    "the GPUs busy; a real network computes more. What helps:"
 )
 _IDLE = (
     "In a plain loop this network is too small to keep a GPU busy: most of the time "
@@ -144,9 +149,32 @@ class Speed:
 
     @property
     def ratio_to_one(self) -> float:
-        """The engine's time over one device's: the median over the rounds."""
+        """The engine's time over one device's: the median over the rounds.
+
+        With graphs if these are faster: by default the engine keeps what is.
+        """
+        return min(self._ratio_of(ENGINE), self._ratio_of(GRAPHS))
+
+    @property
+    def graphs_are_faster(self) -> bool:
+        """Whether steps with CUDA graphs are faster than steps without."""
+        return self._ratio_of(GRAPHS) < self._ratio_of(ENGINE)
+
+    def compared(self) -> str:
+        """The engine's time in times of one device's, in words."""
+        words = f"{self.ratio_to_one:.2f} of one device's time"
+        if GRAPHS not in self.seconds:
+            return words
+        of_graphs = self._ratio_of(GRAPHS)
+        eager = self._ratio_of(ENGINE)
+        return f"{words} ({of_graphs:.2f} with CUDA graphs, {eager:.2f} without)"
+
+    def _ratio_of(self, program: str) -> float:
+        """A program's time over one device's; infinite if it was not measured."""
+        if program not in self.seconds:
+            return inf
         # By round: what else runs on the machine slows both programs of a round.
-        pairs = zip(self.seconds[ENGINE], self.seconds[ONE], strict=True)
+        pairs = zip(self.seconds[program], self.seconds[ONE], strict=True)
         return median(ours / theirs for ours, theirs in pairs)
 
     def __str__(self) -> str:
@@ -186,13 +214,22 @@ def measure(devices: Sequence[torch.device]) -> Speed:
     begin = time.perf_counter()
     with (
         warnings.catch_warnings(action="ignore"),  # the exact step has reported them
-        ScatterOnceParallel(_network(devices[0]), ACCUM, devices) as engine,
+        ScatterOnceParallel(
+            _network(devices[0]), ACCUM, devices, graphs=False
+        ) as engine,
+        contextlib.ExitStack() as stack,
     ):
         images, labels = _batch(rows)
         programs = _programs(engine, images, labels)
-        for number in range(1 + ROUNDS):
-            # Two rounds at least: the first one is not counted.
-            if number > 1 and time.perf_counter() - begin > BUDGET:
+        if all(captures_graphs(device.type) for device in devices):
+            graphed = ScatterOnceParallel(
+                _network(devices[0]), ACCUM, devices, graphs=True
+            )
+            stack.enter_context(graphed)
+            programs[GRAPHS] = _step_of(graphed, images, labels)
+        for number in range(WARM_UPS + ROUNDS):
+            # One round is counted at least.
+            if number > WARM_UPS and time.perf_counter() - begin > BUDGET:
                 break
             for name, program in programs.items():
                 program.module.zero_grad()
@@ -207,12 +244,13 @@ def measure(devices: Sequence[torch.device]) -> Speed:
                 if name == ONE:
                     waited.append((end - launched) / (end - start))
             phases.append(engine.last_step.seconds)
-    # The first round is a warm-up.
     medians: dict[str, float] = {}
     for phase in phases[0]:
-        medians[phase] = median(seconds[phase] for seconds in phases[1:])
-    seconds_of = {name: seconds[1:] for name, seconds in times.items()}
-    return Speed(rows, seconds_of, medians, median(waited[1:]) if is_async else 1.0)
+        medians[phase] = median(seconds[phase] for seconds in phases[WARM_UPS:])
+    seconds_of = {name: seconds[WARM_UPS:] for name, seconds in times.items()}
+    return Speed(
+        rows, seconds_of, medians, median(waited[WARM_UPS:]) if is_async else 1.0
+    )
 
 
 def _programs(
@@ -221,12 +259,7 @@ def _programs(
     """Each program by its name."""
     devices = engine.device_ids
     master = devices[0]
-    criterion = nn.CrossEntropyLoss()
-
-    def step() -> None:
-        engine.forward_backward(images, labels, criterion)
-
-    programs = {ENGINE: _Program(engine.module, step)}
+    programs = {ENGINE: _step_of(engine, images, labels)}
     # As many parts as the engine has sub-steps: kernels of the same size.
     parts = len(devices) * ACCUM
     programs[ONE] = _loop(_network(master), master, images, labels, parts)
@@ -239,6 +272,15 @@ def _programs(
         program = _loop(_network(device), device, images[:rows], labels[:rows], ACCUM)
         programs[f"{device} alone"] = program
     return programs
+
+
+def _step_of(engine: ScatterOnceParallel, images: Tensor, labels: Tensor) -> _Program:
+    criterion = nn.CrossEntropyLoss()
+
+    def step() -> None:
+        engine.forward_backward(images, labels, criterion)
+
+    return _Program(engine.module, step)
 
 
 def _on_processes(num_devices: int, ratio: float) -> str:
@@ -287,7 +329,7 @@ def on_speed(
         )
         return
     ratio = speed.ratio_to_one
-    compared = f"{ratio:.2f} of one device's time"
+    compared = speed.compared()
     # From here on the reasons come in order of how much they explain.
     if len(set(map(physical, devices))) < len(devices):
         yield DoctorVerdict(
@@ -307,7 +349,12 @@ def on_speed(
     if not is_fast and moving > _MUCH_MOVING:
         reason = f" {moving:.0%} {_COPIES}"
     elif not is_fast:
-        reason = f" {_LAUNCHES}{_on_processes(len(devices), ratio)}"
+        # Sub-steps run either compiled or captured: the faster graphs stay.
+        remedies = remedies_of_launching(
+            1, num_substeps=ACCUM, is_compiled=speed.graphs_are_faster
+        )
+        processes = _on_processes(len(devices), ratio)
+        reason = f" {_LAUNCHES} {remedies}.{processes}"
     kind = "slow" if reason else "fine"
     yield DoctorVerdict(kind, f"the engine takes {compared}.{reason}")
     yield from _on_unequal_devices(devices, speed)

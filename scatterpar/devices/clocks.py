@@ -9,6 +9,11 @@ import torch
 
 from scatterpar.devices.streams import has_streams, use_device
 
+# The part of a sub-step that a device may have left when the host has launched a share,
+# if it has waited for the host in each sub-step: backward passes are launched faster
+# than they are computed.
+_TAIL = 0.75
+
 
 class DeviceClock:
     """Times of one thread and of its device, from two events; waits for nothing.
@@ -60,6 +65,25 @@ class DeviceClock:
         if self._first is not None:
             with contextlib.suppress(Exception):  # no caller could handle an error here
                 self._free_events()
+
+
+def longest_tail(num_substeps: int) -> float:
+    """The largest part of a share for which the host waits for a device that has
+    waited for the host in each of so many sub-steps.
+    """
+    return _TAIL / num_substeps
+
+
+def device_waited(working: float, launching: float, num_substeps: int) -> bool:
+    """Whether a device had nothing left to do, except for the last sub-step, when the
+    host had launched all.
+    """
+    return tail(working, launching) < longest_tail(num_substeps)
+
+
+def tail(working: float, launching: float) -> float:
+    """The part of its time for which a device works on when everything is launched."""
+    return max(0.0, working - launching) / working if working else 0.0
 
 
 def _recorded(device: torch.device) -> torch.Event | None:

@@ -60,6 +60,18 @@ def num_allocated_bytes(device: torch.device) -> int:
     return 0 if allocated is None else int(allocated(device))
 
 
+def most_allocated_bytes(device: torch.device) -> int:
+    """The most bytes that tensors have had on a device since the process began.
+
+    Or since the caller has reset this peak. 0 if the device's allocator does not say.
+    """
+    if device.type == "cpu":
+        return 0
+    module = torch.get_device_module(device)
+    allocated = getattr(module, "max_memory_allocated", None)
+    return 0 if allocated is None else int(allocated(device))
+
+
 def num_free_bytes(device: torch.device) -> int | None:
     """The bytes that new tensors can have, with those that torch has cached.
 

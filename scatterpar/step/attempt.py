@@ -69,6 +69,7 @@ class Attempt:
         undo: restores the state before the attempt if it fails.
         is_profiled: whether a profiler of torch is to show the parts of the step.
         seconds: wall time by phase.
+        check_seconds: the part of ``compute`` that the check before the step takes.
         weights: the factors of the micro-batches' losses, as soon as they are known.
         user_leaves: leaves that user code reaches, where no gradient may arrive.
         retries: earlier tries of the same step that ran out of memory.
@@ -102,6 +103,7 @@ class Attempt:
         # Asked once: a step has a hundred parts, and a profiler starts between steps.
         self.is_profiled = profiler_is_on()
         self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.check_seconds = 0.0
         self.weights: LossWeights
         self.user_leaves: Sequence[Tensor] = ()
         self.retries = 0

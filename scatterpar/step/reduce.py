@@ -26,6 +26,7 @@ from scatterpar.batch import nested
 from scatterpar.batch.batch import Batch
 from scatterpar.batch.joining import Lists, join_rows, require_same_or_rows
 from scatterpar.devices import coalescing
+from scatterpar.devices.clocks import DeviceClock
 from scatterpar.devices.coalescing import has_foreach, is_part, iter_copies, tree_pairs
 from scatterpar.devices.transfers import Transfers
 from scatterpar.devices.virtual_devices import physical
@@ -34,19 +35,18 @@ from scatterpar.replicas.batch_statistics import StepStatistics
 from scatterpar.replicas.buffers import BufferValue
 from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.replicas.shared_buffers import MemoryChanges
-from scatterpar.report import GraphReport, StepReport
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.flat_gradients import FlatGradients, have_equal_places
 from scatterpar.step.owners import add_by_owners
 from scatterpar.step.replica_threads import ReplicaNote
 from scatterpar.step.request import Request
 from scatterpar.step.share_losses import total_of
-from scatterpar.step.substeps import Computed, Gradient, Schedule
+from scatterpar.step.substeps import Computed, Gradient
 
 
 @dataclass
 class Outcome:
-    """The results of a step: everything that the commit writes, and the report.
+    """The results of a step: everything that the commit writes, and the times.
 
     With several processes, these are the results of all ranks.
 
@@ -61,6 +61,7 @@ class Outcome:
         buffers: the values of the user's buffers after the step.
         memory_changes: the buffers that begin or cease to share memory in the step.
         statistics: of layers that are updated once per step.
+        clocks: how long the shares have taken; none of two passes.
     """
 
     attempt: Attempt
@@ -73,6 +74,7 @@ class Outcome:
     buffers: list[BufferValue]
     memory_changes: MemoryChanges
     statistics: StepStatistics | None
+    clocks: Sequence[DeviceClock]
 
     @property
     def request(self) -> Request:
@@ -95,23 +97,6 @@ class Outcome:
         device = physical(self.attempt.plan.shares[0].device)
         # Not copied from the host, which would wait.
         return torch.full((), self.loss, dtype=self.dtype, device=device)
-
-    def report(self, waited: float, schedule: Schedule) -> StepReport:
-        """The report of the step, which began ``waited`` seconds after the last one."""
-        attempt = self.attempt
-        num_substeps = sum(map(len, attempt.weights.by_share))
-        return StepReport(
-            plan=attempt.plan,
-            loss=self.loss,
-            seconds=attempt.seconds,
-            bytes=attempt.transfers.bytes,
-            messages=attempt.transfers.messages,
-            retries=attempt.retries,
-            waited=waited,
-            replica_seconds=tuple(attempt.threads.seconds),
-            graphs=GraphReport(schedule.replayed, num_substeps, schedule.why_eager),
-            logged=dict(self.logged),
-        )
 
 
 def reduce(attempt: Attempt, computed: Computed) -> Outcome:
@@ -144,6 +129,7 @@ def reduce(attempt: Attempt, computed: Computed) -> Outcome:
         buffers=buffers,
         memory_changes=changes,
         statistics=statistics,
+        clocks=computed.clocks,
     )
 
 

@@ -184,12 +184,17 @@ class Schedule:
             sub-steps. False once other ranks have seen outputs of this step.
         replayed: the number of sub-steps of the latest step that were replayed.
         why_eager: why none was; empty with graphs.
+        graphs_are_off: whether ``graphs=False`` is the reason.
+        may_still_capture: whether later sub-steps become graphs if devices go on
+            waiting.
     """
 
     replicas_of_criterion: int | None = None
     may_start_again = True
     replayed = 0
     why_eager = "graphs=False"
+    graphs_are_off = True
+    may_still_capture = False
 
     def substeps(self, attempt: Attempt, task: ReplicaTask) -> Substeps:
         """Returns the object that runs the sub-steps of one replica in one step."""

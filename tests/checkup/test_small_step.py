@@ -11,6 +11,7 @@ import torch
 from scatterpar.checkup import small_step
 from scatterpar.checkup.small_step import (
     ENGINE,
+    GRAPHS,
     ONE,
     Speed,
     StepComparison,
@@ -60,6 +61,25 @@ def test_ratio_is_median_over_rounds():
     assert Speed(64, seconds, {}).ratio_to_one == 2.0
 
 
+def test_graphs_are_told_apart():
+    """What is faster counts, as the engine keeps it; no remedy excludes it."""
+    eager = timed(1.9, 1.0)
+    captured = Speed(64, {**eager.seconds, GRAPHS: [0.9] * 3}, eager.phases)
+    assert captured.ratio_to_one == 0.9
+    assert captured.compared() == (
+        "0.90 of one device's time (0.90 with CUDA graphs, 1.90 without)"
+    )
+    (verdict,) = on_speed(CARDS, captured, 0)
+    assert verdict.kind == "slow"
+    assert "larger micro-batches (a smaller accum)." in verdict.text
+    assert "compile=True" not in verdict.text
+    (verdict,) = on_speed(CARDS, eager, 0)
+    assert "compile=True" in verdict.text
+    slower = Speed(64, {**eager.seconds, GRAPHS: [2.0] * 3}, eager.phases)
+    (verdict,) = on_speed(CARDS, slower, 0)
+    assert "compile=True" in verdict.text
+
+
 def test_parts_add_up_to_batch_gradient():
     """``_loop`` is the plain loop that the engine is timed beside."""
     images, labels = small_step._batch(8, torch.float64)
@@ -82,7 +102,7 @@ def timed(engine, one, phases=(0, 0, 1, 0), **alone):
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (timed(1.0, 1.0), "Take a smaller accum than 16"),
+        (timed(1.0, 1.0), "larger micro-batches (a smaller accum) or compile=True."),
         (
             timed(1.0, 1.0, phases=(0.3, 0.2, 1.0, 0.5)),
             "50% of the step is spent on moving",

@@ -18,7 +18,7 @@ from enum import Enum
 from statistics import median
 from typing import NamedTuple
 
-from scatterpar.devices.clocks import DeviceClock
+from scatterpar.devices.clocks import DeviceClock, device_waited, longest_tail, tail
 from scatterpar.errors import Told, warn
 from scatterpar.log import logger
 
@@ -33,10 +33,6 @@ _STEPS_OF_WAITING = 3
 _STEPS_COMPARED = 3
 # Steps with graphs are kept if their time, in times of those without, is at most this.
 _LONGEST_RATIO = 1.0
-# The part of a sub-step that a device may have left when the host has launched a share,
-# if it has waited for the host in each sub-step: backward passes are launched faster
-# than they are computed.
-_TAIL = 0.75
 
 
 class GraphStage(Enum):
@@ -72,17 +68,29 @@ class StepTimes(NamedTuple):
         return slowest / self.rows
 
     def devices_waited(self) -> bool:
-        """Whether each device had nothing left to do, except for the last sub-step,
-        when the host had launched all.
-        """
+        """Whether each device has waited for the host."""
         for clock in self.clocks:
             working = clock.working()
             if working is None:
                 return False
-            tail = max(0.0, working - clock.launching)
-            if tail >= _TAIL * working / self.num_substeps:
+            if not device_waited(working, clock.launching, self.num_substeps):
                 return False
         return bool(self.clocks)
+
+    def wait(self) -> str:
+        """How long the host has waited for devices, in words; empty if unknown."""
+        tails: list[float] = []
+        for clock in self.clocks:
+            working = clock.working()
+            if working is not None:
+                tails.append(tail(working, clock.launching))
+        if not tails:
+            return ""
+        return (
+            f"the host waited for devices in {max(tails):.0%} of a share; below "
+            f"{longest_tail(self.num_substeps):.0%} in {_STEPS_OF_WAITING} steps in a "
+            "row, sub-steps are captured"
+        )
 
 
 class Decision:
@@ -93,6 +101,7 @@ class Decision:
         stage: what the engine does now.
         refusal: why nothing is captured any more; empty if it may be.
         steps: the number of steps with graphs.
+        wait: how long the host waited for devices in the latest eager step, in words.
     """
 
     def __init__(self, *, is_asked: bool) -> None:
@@ -100,6 +109,7 @@ class Decision:
         self.stage = GraphStage.CAPTURING if is_asked else GraphStage.WATCHING
         self.refusal = ""
         self.steps = 0
+        self.wait = ""
         self._changes = 0
         self._steps_without_change = 0
         self._steps_of_waiting = 0
@@ -156,6 +166,7 @@ class Decision:
 
     def see_eager(self, times: StepTimes) -> None:
         """A step has run without graphs."""
+        self.wait = times.wait()
         if not times.devices_waited():
             self._steps_of_waiting = 0
             return

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from scatterpar.devices.memory import is_out_of_memory
+from scatterpar.hints import remedies_of_launching
 from scatterpar.options.graphs.captures import ReplicaGraphs
 from scatterpar.options.graphs.decision import Decision, GraphStage, StepTimes
 from scatterpar.options.graphs.proofs import StepPlan
@@ -36,13 +37,6 @@ from scatterpar.torch_private.compiler import CompileFn
 
 # With ``graphs=None``: the fewest sub-steps per replica. One of them is proved.
 _FEWEST_SUBSTEPS = 2
-
-
-_HELP_IF_DEVICES_WAIT = (
-    "devices wait for the host here; what helps: fewer and larger sub-steps, "
-    "compile=True, a Python without the GIL, or two processes with half of the devices "
-    "each, or more (python -m scatterpar doctor says how many for a small network)"
-)
 
 
 _NO_MEMORY_FOR_GRAPHS = "memory ran out with them"
@@ -69,10 +63,11 @@ class Captured(Schedule):
             raise ValueError(f"graphs=True: {self._obstacle}; leave one of them out")
         # The CPU runs the operators of a tape again, for tests of this path.
         for kind in {device.type for device in devices} - {"cpu"}:
-            if is_asked and not _captures(kind):
+            if is_asked and not captures_graphs(kind):
                 raise ValueError(
                     f"graphs=True: {kind} captures no graphs; leave it out"
                 )
+        self.graphs_are_off = False
         self._decision = Decision(is_asked=is_asked)
         self._by_replica = [ReplicaGraphs(device) for device in devices]
         self._pause = ""  # why the next attempt runs without graphs
@@ -97,6 +92,7 @@ class Captured(Schedule):
         """Run all sub-steps, as the plain schedule does; graphs launch some of them."""
         self._learn()
         self._plan_of_attempt = None
+        self.may_still_capture = False
         why = self._why_eager(attempt)
         self.replayed = 0
         self.why_eager = why
@@ -108,6 +104,7 @@ class Captured(Schedule):
                 self._has_given_up = False
                 self._decision.refuse(_NO_MEMORY_FOR_GRAPHS)
             return computed
+        self.may_still_capture = True
         self._decision.steps += 1
         # Hooks may run no operator, so no tape has them.
         num_hooks = attempt.replicas.of_model.num_hooks
@@ -192,25 +189,31 @@ class Captured(Schedule):
             if any(graphs.by_shape for graphs in self._by_replica):
                 self._forget()
             # Also of a step that has failed since.
-            return self._told(self._decision.refusal)
+            return self._told(self._decision.refusal, attempt)
         why = self._obstacle or self._obstacle_of_step(attempt)
         if why:
             is_of_interest = self._decision.is_asked or self._decision.devices_wait()
-            return self._told(why) if is_of_interest else why
+            return self._told(why, attempt) if is_of_interest else why
         if self._decision.stage is not GraphStage.WATCHING:
             return ""
-        substeps = max(len(share.micro_batches) for share in attempt.plan.shares)
-        if substeps < _FEWEST_SUBSTEPS:
+        if _num_substeps(attempt) < _FEWEST_SUBSTEPS:
             return f"fewer than {_FEWEST_SUBSTEPS} sub-steps per replica"
         if not self._decision.devices_wait():
-            return "devices have not waited for the host in enough steps"
+            self.may_still_capture = True
+            why = "devices have not waited for the host in enough steps"
+            return f"{why}: {self._decision.wait}" if self._decision.wait else why
         self._decision.begin()
         return ""
 
-    def _told(self, why: str) -> str:
+    def _told(self, why: str, attempt: Attempt) -> str:
         """Why there are no graphs, and what else helps if devices wait; told once."""
         if self._decision.devices_wait() and not self._decision.is_asked:
-            why = f"{why}; {_HELP_IF_DEVICES_WAIT}"
+            remedies = remedies_of_launching(
+                len(attempt.plan.shares),
+                num_substeps=_num_substeps(attempt),
+                is_compiled=attempt.replicas.has_compiled(),
+            )
+            why = f"{why}; devices wait for the host here, what helps: {remedies}"
         self._decision.tell(why)
         return why
 
@@ -233,14 +236,15 @@ def schedule_of(options: EngineOptions, compile_fn: CompileFn | None) -> Schedul
     if options.graphs is False:
         return Schedule()
     kinds = {device.type for device in options.device_ids}
-    if options.graphs is None and not all(map(_captures, kinds)):
+    if options.graphs is None and not all(map(captures_graphs, kinds)):
         schedule = Schedule()
+        schedule.graphs_are_off = False
         schedule.why_eager = f"{', '.join(sorted(kinds))} captures nothing"
         return schedule
     return Captured(options, compile_fn)
 
 
-def _captures(kind: str) -> bool:
+def captures_graphs(kind: str) -> bool:
     """Whether devices of this kind capture graphs."""
     return kind != "cpu" and hasattr(torch.get_device_module(kind), "CUDAGraph")
 
@@ -255,5 +259,9 @@ def _obstacle(options: EngineOptions, compile_fn: CompileFn | None) -> str:
 
 
 def _times_of(attempt: Attempt, computed: Computed) -> StepTimes:
-    substeps = max(len(share.micro_batches) for share in attempt.plan.shares)
-    return StepTimes(computed.clocks, attempt.plan.rows, substeps)
+    return StepTimes(computed.clocks, attempt.plan.rows, _num_substeps(attempt))
+
+
+def _num_substeps(attempt: Attempt) -> int:
+    """The largest number of sub-steps of a replica."""
+    return max(len(share.micro_batches) for share in attempt.plan.shares)

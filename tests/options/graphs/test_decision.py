@@ -34,6 +34,15 @@ def test_device_that_waits_is_known_by_its_tail(substeps):
     assert not busy.devices_waited()
 
 
+def test_wait_is_told_with_its_limit():
+    """In a quarter of a share; of four sub-steps a tail of 0.75 may be left."""
+    assert step(9.0, 9.0, 12.0).wait() == (
+        "the host waited for devices in 25% of a share; below 19% in 3 steps in a row, "
+        "sub-steps are captured"
+    )
+    assert step(9.0, None).wait() == ""
+
+
 def test_each_device_has_to_wait():
     assert step(8.0, 8.5, 8.5).devices_waited()
     assert not step(8.0, 8.5, 20.0).devices_waited()

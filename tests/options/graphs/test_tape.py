@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from scatterpar import ScatterOnceParallel
+from scatterpar.devices import clocks
 from scatterpar.options.graphs import decision, schedule
 from scatterpar.options.graphs.tape import RepeatableTape, Tape, difference
 
@@ -92,8 +93,8 @@ def each_beside(names, *quick):
 @pytest.fixture
 def waiting(monkeypatch):
     """Devices that capture by default, and wait for the host."""
-    monkeypatch.setattr(schedule, "_captures", lambda _: True)
-    monkeypatch.setattr(decision, "_TAIL", 1e9)
+    monkeypatch.setattr(schedule, "captures_graphs", lambda _: True)
+    monkeypatch.setattr(clocks, "_TAIL", 1e9)
     monkeypatch.setattr(decision, "_LONGEST_RATIO", 1e9)
 
 

@@ -1,0 +1,41 @@
+"""The report of a step, from its outcome."""
+
+from __future__ import annotations
+
+from scatterpar.report import GraphReport, StepReport
+from scatterpar.step.reduce import Outcome
+from scatterpar.step.substeps import Schedule
+
+
+def make_report(outcome: Outcome, waited: float, schedule: Schedule) -> StepReport:
+    """The report of a step, which began ``waited`` seconds after the last one."""
+    attempt = outcome.attempt
+    num_substeps = sum(map(len, attempt.weights.by_share))
+    # A step of two passes has no clocks.
+    device_seconds: list[float] = []
+    launch_seconds: list[float] = []
+    for clock in outcome.clocks:
+        working = clock.working()
+        if working is None:  # the device is not done: none is shown
+            device_seconds.clear()
+            break
+        device_seconds.append(working)
+        launch_seconds.append(clock.launching)
+    return StepReport(
+        plan=attempt.plan,
+        loss=outcome.loss,
+        seconds=attempt.seconds,
+        bytes=attempt.transfers.bytes,
+        messages=attempt.transfers.messages,
+        retries=attempt.retries,
+        waited=waited,
+        replica_seconds=tuple(attempt.threads.seconds),
+        device_seconds=tuple(device_seconds),
+        launch_seconds=tuple(launch_seconds),
+        check_seconds=attempt.check_seconds,
+        graphs=GraphReport(schedule.replayed, num_substeps, schedule.why_eager),
+        graphs_are_off=schedule.graphs_are_off,
+        may_still_capture=schedule.may_still_capture,
+        is_compiled=attempt.replicas.of_model.compiler is not None,
+        logged=dict(outcome.logged),
+    )

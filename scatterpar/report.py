@@ -193,6 +193,7 @@ class StepReport(Printed):
         # A report that was made without seconds has no lines.
         for share, seconds in zip(self.plan.shares, self.replica_seconds, strict=False):
             replica = str(share.replica)
+            cells: tuple[str, ...]
             cells = (replica, str(share.device), f"{share.rows:,}", _ms(seconds))
             if has_times:
                 idle = self.idle[share.replica]

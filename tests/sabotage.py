@@ -1997,8 +1997,8 @@ SABOTAGES = [
     Sabotage(
         name="a report says that nothing was tried again",
         promise="clear errors",
-        file="step/reduce.py",
-        place="Outcome.report",
+        file="step/step_report.py",
+        place="make_report",
         text="retries=attempt.retries",
         replacement="retries=0",
         seen_by="test_auto_has_the_bits_of_fixed_accum",

@@ -241,6 +241,8 @@ class Broadcast:
             for number in differing.intersection(self._large):
                 if self._sent[number] == present[number]:
                     self._large[number].is_silent = True
+        # Whatever was not found unchanged is sent: also what was not compared, because
+        # its version says that it was written.
         changed = set(range(len(self._tensors))) - unchanged
         self.invalidate()  # until all are sent
         self._send_from(self.memories[0], changed, transfers)

@@ -26,6 +26,9 @@ from scatterpar.plan import Plan
 from scatterpar.step.request import CountFunction, Request, option_of
 from scatterpar.torch_private.compiler import unwrapped
 
+# Classes that ``terms_of_rows`` counts: targets are labels or class probabilities, and
+# ``ignore_index``, ``weight`` and ``label_smoothing`` mean what they mean there. The
+# check before a step trusts these counts: other labels are no reason for another check.
 _CROSS_ENTROPIES: tuple[type[nn.Module], ...] = (nn.CrossEntropyLoss, nn.NLLLoss)
 if hasattr(nn, "LinearCrossEntropyLoss"):  # from torch 2.13 on
     _CROSS_ENTROPIES += (nn.LinearCrossEntropyLoss,)
@@ -118,7 +121,8 @@ def term_counts(
 ) -> list[float]:
     """The number of terms that the loss of each micro-batch averages over.
 
-    ``spans`` are those of ``pieces`` in the rows of the batch.
+    ``spans`` are those of ``pieces`` in the rows of the batch. It is the number of rows
+    unless ``count=`` or the criterion, from its targets, says otherwise.
     """
     criterion = request.criterion
     dim = request.dim

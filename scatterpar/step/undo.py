@@ -20,6 +20,9 @@ from scatterpar.threads.generators import Generators
 class Undo(contextlib.AbstractContextManager["Undo"]):
     """The state before a step of all that user code and the commit may write.
 
+    Parameters are not saved: nothing writes them before all replicas have succeeded,
+    and a forward pass that does is refused (``replicas/parameter_guard.py``).
+
     As a context manager, which may be entered again, it calls ``restore`` if the body
     raises::
 

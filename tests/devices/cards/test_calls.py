@@ -76,6 +76,17 @@ CHOSEN = {
 OF_THE_PAIR = [n for n, program in CHOSEN.items() if not program.engine_alone]
 
 
+def with_calls(names):
+    """Each name with numbers of calls, all except the last in ``no_sync``.
+
+    There ``autograd.grad`` of parameters is refused.
+    """
+    for name in names:
+        yield name, 1
+        if name not in SELECTING:
+            yield name, 3
+
+
 @pytest.fixture(params=PLACES, ids=str)
 def device_ids(request):
     if max(request.param) >= torch.accelerator.device_count():
@@ -112,11 +123,8 @@ def assert_same(net, found, plain, expected):
     assert_gradients(net, gradients(plain))
 
 
-@pytest.mark.parametrize("calls", [1, 3])
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize(("name", "calls"), [*with_calls(CHOSEN)])
 def test_call_on_accelerators_is_exact(name, calls, device_ids):
-    if name in SELECTING and calls > 1:
-        pytest.skip("no_sync")
     program = CHOSEN[name]
     net, plain = on_card(program), on_card(program)
     expected = run(program, plain, plain, contextlib.nullcontext, calls)
@@ -141,11 +149,8 @@ def check_pair(program, calls, device_ids):
     assert_same(net, found, plain, expected)
 
 
-@pytest.mark.parametrize("calls", [1, 3])
-@pytest.mark.parametrize("name", OF_THE_PAIR)
+@pytest.mark.parametrize(("name", "calls"), [*with_calls(OF_THE_PAIR)])
 def test_pair_on_accelerators_is_exact(name, calls, device_ids):
-    if name in SELECTING and calls > 1:
-        pytest.skip("no_sync")
     check_pair(CHOSEN[name], calls, device_ids)
 
 
@@ -293,12 +298,11 @@ class Vocabulary(nn.Module):
 
 
 @pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("device_ids", [[0, 1], [0, 1, 2, 3]], indirect=True, ids=str)
 def test_logits_that_nobody_reads_stay(is_read, device_ids):
     """In multiples of the logits of one replica's rows: at most 4.4 where they stay,
     and where they are read 5.4 on the first of two accelerators, 7.4 of four.
     """
-    if len(set(device_ids)) < len(device_ids):
-        pytest.skip("two replicas on one accelerator")
     try:
         torch.accelerator.reset_peak_memory_stats(0)
     except (RuntimeError, NotImplementedError) as error:

@@ -43,6 +43,10 @@ class GraphReport(str):
         return self.replayed, self.total, self.why
 
 
+# A step without a check takes less to find that none is due.
+_SHOWN_SECONDS = 1e-3
+
+
 @dataclass(frozen=True)
 class StepReport(Printed):
     """Counts and times of one step; ``print`` shows a table.
@@ -171,7 +175,7 @@ class StepReport(Printed):
         words = [f"{self.rows_per_second:,.0f} rows per second"]
         if self.device_seconds:
             words.append(f"no replica computes in {min(self.idle):.0%} of the step")
-        if self.check_seconds:
+        if self.check_seconds >= _SHOWN_SECONDS:
             words.append(f"the check before it took {_ms(self.check_seconds)} ms")
         return "; ".join(words)
 

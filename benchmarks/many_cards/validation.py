@@ -30,9 +30,14 @@ from benchmarks.many_cards.traces import BASELINE_ACCUM, Case, Traced, traced
 
 CASES = (
     Case("resnet50", 4, 16),
+    Case("resnet50", 4, 8),
     Case("resnet50", 4, 4),
     Case("resnet50", 8, 16),
+    Case("resnet50", 8, 8),
+    Case("resnet50", 8, 4),
     Case("gpt", 4, 16),
+    Case("gpt", 4, 4),
+    Case("gpt", 8, 16),
     Case("gpt", 8, 4),
     Case("gpt", 4, 4, "call"),
     Case("gpt", 4, 4, "trainer"),

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from scatterpar.devices import memory
 from scatterpar.devices.bits import as_bytes
-from scatterpar.devices.coalescing import pack
 from scatterpar.devices.copies import to_device, to_numbers
 from scatterpar.devices.streams import has_streams
 from scatterpar.devices.virtual_devices import HOST
+from scatterpar.torch_private.tensors import flatten_dense
 
 WORDS_AT_A_TIME = 2**21  # at a time; intermediate results need some 40 bytes per word
 # For these torch uses one thread, and they stay in its cache.
@@ -49,13 +49,16 @@ class Fingerprints:
         self.owners: list[int] = []
         sums = [memory.empty(0, torch.int64, device)]  # ``cat`` needs at least one
         factors = _factors(0, device)
-        for keys in _read_together(tensors, max_words):
-            rows = _words_of([tensors[key] for key in keys])
+        for keys, parts in _read_together(tensors, max_words):
+            rows = _words_of(parts)
             if rows.size(1) > len(factors) < max_words:
                 factors = _factors(min(rows.size(1), max_words), device)
             for piece in rows.split(max_words, 1):
+                products = piece * factors[: piece.size(1)]
+                # Folded, or the upper bits of a word would affect few bits.
+                products ^= products >> 32
                 self.owners += keys
-                sums.append(_scattered(piece, factors[: piece.size(1)]).sum(1))
+                sums.append(products.sum(1))
         self.values = torch.cat(sums)
         if not has_streams(device):
             self.values = to_device(self.values, HOST)
@@ -78,44 +81,39 @@ class Fingerprints:
         return set(compress(self.owners, (now != before for now, before in pairs)))
 
 
-def _read_together(tensors: Mapping[int, Tensor], max_words: int) -> list[list[int]]:
-    """The keys of tensors that are read together: of one dtype and size.
+def _read_together(
+    tensors: Mapping[int, Tensor], max_words: int
+) -> list[tuple[list[int], list[Tensor]]]:
+    """Tensors that are read together, of one dtype and size, with their keys.
 
     Several of them have at most ``max_words``. Empty tensors are left out.
     """
     # Of thousands of small tensors the host does little for each.
-    by_kind: dict[tuple[torch.dtype, int], list[int]] = {}
+    by_kind: dict[tuple[torch.dtype, int], tuple[list[int], list[Tensor]]] = {}
     for key, tensor in tensors.items():
-        by_kind.setdefault((tensor.dtype, tensor.nbytes), []).append(key)
-    together: list[list[int]] = []
-    for (_, num_bytes), keys in by_kind.items():
+        keys, parts = by_kind.setdefault((tensor.dtype, tensor.nbytes), ([], []))
+        keys.append(key)
+        parts.append(tensor)
+    together: list[tuple[list[int], list[Tensor]]] = []
+    for (_, num_bytes), (keys, parts) in by_kind.items():
         if num_bytes:
             # Words of 32 bits, or bytes if these are no multiple of four.
             num_words = num_bytes if num_bytes % 4 else num_bytes // 4
             count = max(1, max_words // num_words)
             for start in range(0, len(keys), count):
-                together.append(keys[start : start + count])
+                end = start + count
+                together.append((keys[start:end], parts[start:end]))
     return together
 
 
 def _words_of(tensors: Sequence[Tensor]) -> Tensor:
     """The words of tensors of one dtype and size: a row for each."""
-    words = as_bytes(pack(tensors))
+    words = as_bytes(tensors[0] if len(tensors) == 1 else flatten_dense(tensors))
     if tensors[0].nbytes % 4 == 0:
         if words.storage_offset() % 4:
             words = words.clone()  # aligned, as a view of words has to be
         words = words.view(torch.int32)
     return words.view(len(tensors), -1)
-
-
-def _scattered(words: Tensor, factors: Tensor) -> Tensor:
-    """Products modulo 2**64, folded.
-
-    Without the fold the upper bits of a word would affect few bits.
-    """
-    products = words * factors
-    products ^= products >> 32
-    return products
 
 
 def _factors(size: int, device: torch.device) -> Tensor:

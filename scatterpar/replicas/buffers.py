@@ -37,7 +37,7 @@ def written_unseen(modules: Iterable[nn.Module]) -> list[Tensor]:
     return statistics
 
 
-class _Registrations:
+class Registrations:
     """The buffers that modules register, remembered.
 
     Compared without a Python call per module, as a ``Snapshot`` is.
@@ -104,6 +104,8 @@ class RegisteredBuffers:
 
     Attributes:
         values: as they were registered when the replica was made.
+        of_modules: the registrations in the user's modules.
+        of_all: those in the replica's modules, too.
     """
 
     def __init__(
@@ -114,8 +116,8 @@ class RegisteredBuffers:
     ) -> None:
         self._modules = modules
         self._copies = copies
-        self._of_modules = _Registrations(modules)
-        self._of_copies = _Registrations(copies)
+        self.of_modules = Registrations(modules)
+        self.of_all = Registrations([*modules, *copies])
         self.values = self.values_after(copy_of)
 
     def values_after(self, copy_of: Callable[[Any], Any]) -> list[BufferValue]:
@@ -125,14 +127,6 @@ class RegisteredBuffers:
         for number, name, value in present:
             values.append((self._modules[number]._buffers, name, value))
         return values
-
-    def is_unchanged_in_modules(self) -> bool:
-        """Whether the user's modules register what they did."""
-        return self._of_modules.unchanged()
-
-    def is_unchanged_in_copies(self) -> bool:
-        """Whether the replica's modules register what they did."""
-        return self._of_copies.unchanged()
 
 
 class BufferWriter:

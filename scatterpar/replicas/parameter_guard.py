@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -25,8 +26,8 @@ from scatterpar.replicas.refused_modules import parameters_of
 # The numbers of written parameters among a replica's tensors, by the memory in which
 # they were written: ``None`` if a storage was exchanged for one with other values.
 _WrittenNumbers = dict[torch.device | None, set[int]]
-# The device and the tensors of a copy, and whether it was called.
-_Copy = tuple[torch.device, Sequence[Tensor], Callable[[], bool]]
+# The device and the tensors of a copy.
+_Copy = tuple[torch.device, Sequence[Tensor]]
 
 
 class ParameterGuard:
@@ -34,8 +35,8 @@ class ParameterGuard:
 
     Args:
         broadcast: has the parameters in each memory.
-        copies: each replica's device and tensors, and whether it was called since it
-            was refreshed.
+        copies: each replica's device and tensors.
+        were_called: returns for each replica whether it was called since its ``reset``.
 
     Attributes:
         checked_modes: the modes in which a forward pass has written no parameter.
@@ -45,6 +46,7 @@ class ParameterGuard:
         self,
         broadcast: Broadcast,
         copies: Iterable[_Copy],
+        were_called: Callable[[], list[bool]],
     ) -> None:
         self._broadcast = broadcast
         self.checked_modes: set[Hashable] = set()
@@ -53,8 +55,9 @@ class ParameterGuard:
         self._master, *_ = broadcast.memories
         # The user's own, too: an object that replicas share may lead to them, and in a
         # call the first replica is the user's module.
-        of_user = self._master, broadcast.at(self._master), lambda: True
+        of_user = self._master, broadcast.at(self._master)
         self._copies: list[_Copy] = [of_user, *copies]
+        self._were_called = were_called
         self._places: Sequence[Tensor] = ()
         self._follow_places()
 
@@ -72,7 +75,7 @@ class ParameterGuard:
             tensors = _parameters(broadcast, broadcast.at(device))
             self._values[device] = WrittenTensors(tensors, device)
         self._watched: list[WrittenTensors] = []
-        for device, of_copy, _ in self._copies:
+        for device, of_copy in self._copies:
             stored_as = self._values[device].tensors
             parameters = _parameters(broadcast, of_copy)
             self._watched.append(WrittenTensors(parameters, stored_as=stored_as))
@@ -206,16 +209,18 @@ class ParameterGuard:
         writes: _WrittenNumbers = defaultdict(set)
         numbers = self._broadcast.parameters
         exchanged: list[tuple[int, int]] = []
-        for copy, (device, _, was_called) in enumerate(self._copies):
-            if not was_called():
-                continue
+        were_called = [True, *self._were_called()]
+        for copy in compress(range(len(self._copies)), were_called):
+            device, _ = self._copies[copy]
             written = self._watched[copy].written()
-            writes[device].update(numbers[position] for position in written.counted)
-            exchanged += [(copy, position) for position in written.exchanged]
+            for position in written.counted:
+                writes[device].add(numbers[position])
+            for position in written.exchanged:
+                exchanged.append((copy, position))
         for copy, position in exchanged:
             # Tensors of one memory count their versions together. If one of them has
             # another storage, as by ``set_``, the version of the others says nothing.
-            device, *_ = self._copies[copy]
+            device, _ = self._copies[copy]
             writes[device].discard(numbers[position])
             if not self._has_sent_values(copy, position):
                 # Nothing is lost: the parameter still has its own storage.
@@ -230,7 +235,7 @@ class ParameterGuard:
 
         A frozen parameter that a forward pass casts loses nothing.
         """
-        device, *_ = self._copies[copy]
+        device, _ = self._copies[copy]
         sent = self._values[device].tensors[parameter]
         tensor = self._watched[copy].tensors[parameter]
         of_user = self._watched[0].tensors[parameter]

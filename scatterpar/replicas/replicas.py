@@ -451,12 +451,13 @@ class ReplicaSet:
         first = self.replicas[0]
         self._registered = RegisteredBuffers(self.modules, first.modules, first.copy_of)
         self.num_hooks = _num_hooks(self.modules)
-        copies = [
-            (replica.device, replica.tensors, replica.was_called)
-            for replica in self.replicas
-        ]
+        replicas = self.replicas
         # New ones have passed no check in any mode.
-        self.guard = ParameterGuard(self.broadcast, copies)
+        self.guard = ParameterGuard(
+            self.broadcast,
+            [(replica.device, replica.tensors) for replica in replicas],
+            lambda: [replica.was_called for replica in replicas],
+        )
         self._set_requires_grad()
         # Last: until then the replicas count as not built.
         self.state = Snapshot(self.contents.containers, self.contents.facts)
@@ -481,40 +482,40 @@ class ReplicaSet:
     def _has_buffers_as_built(self) -> bool:
         """Whether no forward pass has registered or replaced a buffer."""
         first = self.replicas[0]
-        if not self._registered.is_unchanged_in_modules():
-            first.restore()
-            return False
+        registered = self._registered
         # A replica whose sub-steps were all replayed has run no Python.
-        return not first.was_called() or self._registered.is_unchanged_in_copies()
+        watched = registered.of_all if first.was_called else registered.of_modules
+        if watched.unchanged():
+            return True
+        first.restore()
+        return False
 
-    def buffers_after(self, transfers: Transfers) -> list[BufferValue]:
-        """Replica 0's buffers, without running statistics that are updated once per
-        step.
+    def buffers_after(self) -> tuple[list[BufferValue], MemoryChanges]:
+        """Replica 0's buffers after a step, and those of them that share memory with
+        others than in the user's modules.
+
+        Without running statistics that are updated once per step.
         """
         first = self.replicas[0]
         buffers = self._registered.values
-        if not self._has_buffers_as_built():
+        changes: MemoryChanges = {}
+        is_as_built = self._has_buffers_as_built()
+        if not is_as_built:
             buffers = self._registered.values_after(first.copy_of)
+        if not is_as_built or not first.has_buffers_in_place():
+            modules = self.contents.module_list
+            exchanged = first.exchanged()
+            changes = memory_changes(modules, first.modules, first.copy_of, exchanged)
         if not first.records:
-            return buffers
+            return buffers, changes
         # Running statistics of layers that record come from ``recorded``.
         recording = {id(self.modules[number]._buffers) for number in first.records}
-        return [
+        kept = [
             (registry, name, value)
             for registry, name, value in buffers
             if id(registry) not in recording or name not in RUNNING
         ]
-
-    def memory_changes(self) -> MemoryChanges:
-        """The buffers that share memory with others in replica 0 than in the user's
-        modules.
-        """
-        first = self.replicas[0]
-        if self._has_buffers_as_built() and first.has_buffers_in_place():
-            return {}
-        return memory_changes(
-            self.contents.module_list, first.modules, first.copy_of, first.exchanged()
-        )
+        return kept, changes
 
     def recorded(self, active: int, transfers: Transfers) -> list[Layer]:
         """Each recording layer, with the moments of the first ``active`` replicas."""
@@ -579,6 +580,8 @@ class Replica(ModuleCopy):
         records: what batch normalisation has recorded in this step.
         seat: where its synchronised batch normalisation meets that of other replicas.
         state: its containers, and which tensors require grad, as of the last ``reset``.
+        was_called: whether it may have been called since the last ``reset``: from
+            ``restore``, which has compared the containers with ``state``.
     """
 
     def __init__(self, replica_set: ReplicaSet, device: torch.device) -> None:
@@ -629,9 +632,7 @@ class Replica(ModuleCopy):
         )
         self._slots: Sequence[Slot] = replica_set.slots.all
 
-        # True from ``reset`` until ``restore`` has compared the containers with
-        # ``state``.
-        self._is_unrestored = False
+        self.was_called = True
 
     def reset(self, *, lazily: bool = False) -> None:
         """Undo what a forward pass rebound, and copy the sources' buffers.
@@ -643,26 +644,27 @@ class Replica(ModuleCopy):
         ``requires_grad``. With ``lazily``, what is no buffer's storage waits for
         ``restore``: a replica whose sub-steps are all replayed runs no Python.
         """
-        self._is_unrestored = True
+        self.was_called = False
         if not lazily or not self.has_buffers_in_place():
             self.restore()
-        # After the storages are back: values go to where the replica reads them.
-        copy_each(self._private, self._sources, self._messages)
-        for large in self.large:
-            if large.find_difference():
-                large.copy_source()
-        self._own_versions = versions(self._own_tensors)
+        if self._own:
+            # After the storages are back: values go to where the replica reads them.
+            copy_each(self._private, self._sources, self._messages)
+            for large in self.large:
+                if large.find_difference():
+                    large.copy_source()
+            self._own_versions = versions(self._own_tensors)
         self.clear_records()
 
     def restore(self) -> None:
         """Undo what a forward pass rebound, if ``reset`` has left that."""
-        if not self._is_unrestored:
+        if self.was_called:
             return
         # Mostly nothing was rebound, and the question is cheap.
         if not self.is_as_reset():
             with torch.inference_mode(False), torch.no_grad():
                 self._rebind()
-        self._is_unrestored = False
+        self.was_called = True
 
     def _rebind(self) -> None:
         for tensor, storage in self._places:
@@ -670,10 +672,6 @@ class Replica(ModuleCopy):
                 tensor.data = storage
         self.set_requires_grad(self._slots)
         self.state.restore()
-
-    def was_called(self) -> bool:
-        """Whether it may have been called since the last ``reset``."""
-        return not self._is_unrestored
 
     def reset_written(
         self, changed: Set[int], *, reads_values: bool, was_called: bool

@@ -222,8 +222,9 @@ def reduce_buffers(
     buffers: list[BufferValue] = []
     changes: MemoryChanges = {}
     for replica_set in attempt.replicas.replica_sets:
-        buffers += replica_set.buffers_after(attempt.transfers)
-        changes |= replica_set.memory_changes()
+        values, changes_of_set = replica_set.buffers_after()
+        buffers += values
+        changes |= changes_of_set
     # Mostly none: only networks that the criterion closes over were saved.
     for tensor in attempt.undo.written():
         buffers = [

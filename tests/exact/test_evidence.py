@@ -59,6 +59,7 @@ MAY_BE_LARGER = {
     "causes/cause_list.py kind_of_weights": "a number of parts",
     "causes/evidence.py is_of_a_term": "NaN gets a no",
     "causes/vectors.py weights_of_parts": "of finite numbers",
+    "checkup/small_step.py graphs_are_faster": "what was not measured is not faster",
     "splitting/gradients.py relative_errors": "a constant",
     "splitting/gradients.py largest_error": "the name of the largest error",
     "splitting/rank_processes.py _results": "a number of ranks",

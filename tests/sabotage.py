@@ -1088,7 +1088,7 @@ SABOTAGES = [
         name="buffers of the last replica are kept",
         promise="never stale",
         file="replicas/replicas.py",
-        place="ReplicaSet.buffers_after",
+        place="ReplicaSet._build",
         text="first = self.replicas[0]",
         replacement="first = self.replicas[-1]",
         seen_by="test_master_keeps_replica_0_bit_for_bit",

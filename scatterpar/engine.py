@@ -14,6 +14,9 @@ If the step fails, also in 6, all user state that was written is restored. If me
 runs out in 2 to 5, ``accum="auto"`` starts again at 1, in calls without gradients too.
 Ranks exchange their sums between 5 and 6. In 6, ``forward_backward`` adds to ``.grad``;
 with ``loss`` the backward pass of the loss does that.
+
+A call of the engine, ``engine(x)``, is not a step: with a graph it is ``Calls.call`` in
+``calls/call.py``, without one ``map_rows``.
 """
 
 from __future__ import annotations
@@ -574,6 +577,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 loaders = self._scattered(attempt)
             with attempt.phase("replicate"):  # 3
                 number = schedule.replicas_of_criterion
+                # In a call the replicas' parameters depend on the user's.
                 self._calls.gradients.disconnect(self._replicas.of_model)
                 self._replicas.refresh(
                     self.module,
@@ -586,6 +590,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 tasks = make_tasks(attempt, loaders)
                 if self._verifier is not None and not attempt.extent.is_trial:
                     start = time.perf_counter()
+                    # Raises if the losses do not combine: ``verify/__init__.py``.
                     scope = self._verifier.look_if_due(attempt, tasks[0])
                     attempt.check_seconds = time.perf_counter() - start
                     attempt.threads.widen(scope)

@@ -463,6 +463,10 @@ def _require_gradients(expected: Result, run: RunResult) -> None:
 
 
 def _judged(results: LookResults, run: RunResult) -> Verdict:
+    """Returns whether loss and gradient in parts are those in one piece.
+
+    Raises ``Inconclusive`` if these rows cannot tell.
+    """
     if not results.is_within_tolerance:
         if results.runs.pairs_of_rows is not None:
             return pairs_of_rows(results.runs.pairs_of_rows)

@@ -312,7 +312,9 @@ def test_report_of_last_good_step():
             == PHASES
         )
         assert all(seconds > 0 for seconds in report.seconds.values())
-        title, head, *phases = str(report).splitlines()
+        summary, table, *_ = str(report).split("\n\n")
+        title, _ = summary.splitlines()
+        head, *phases = table.splitlines()
         assert title == f"loss {loss.item():.6g}, 9 rows on {len(VIRTUAL)} replicas"
         assert head.split() == ["phase", "ms", "bytes", "copies"]
         assert [line.split()[0] for line in phases] == [*report.bytes]

@@ -83,12 +83,14 @@ def blocks() -> list[dict[str, Any]]:
 
 
 def draw(events: list[dict[str, Any]]) -> Figure:
-    """One line per thread, in the order in which they begin."""
+    """A line for the caller's thread, and one per replica."""
     events = sorted(events, key=lambda event: float(event["ts"]))
     start = float(events[0]["ts"])
     length = max(float(event["ts"]) + float(event["dur"]) for event in events) - start
     length /= 1e3
-    threads = list(dict.fromkeys(event["tid"] for event in events))
+    caller, *workers = dict.fromkeys(event["tid"] for event in events)
+    # Either may begin first. Their threads were made in the order of the replicas.
+    threads = [caller, *sorted(workers)]
     figure = Figure(figsize=(10, 2.6), layout="constrained")
     axes = figure.subplots()
     for event in events:

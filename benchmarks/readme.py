@@ -22,7 +22,7 @@ ROOT = HERE.parent
 MODELS = {"cnn": "small CNN", "mlp": "MLP", "resnet20": "ResNet-20"}
 PEERS = {
     "the plain loop with the same micro-batches": ["plain loop, 32 sub-steps"],
-    "a plain loop with 16 larger micro-batches, which `nn.DataParallel` is on a CPU": [
+    "a plain loop with 16 micro-batches of all replicas' rows (on a CPU `nn.DataParallel` does this)": [
         "nn.DataParallel x 16"
     ],
     "DDP with `no_sync`, or accelerate, whichever was faster, in two processes": [
@@ -151,7 +151,7 @@ def _in_row(number: int, column: int) -> Callable[[Any], str]:
 _MEASURED: list[tuple[str, str, str, Callable[[Any], str]]] = [
     (
         "many_cards/launchers.json",
-        "a step of 8 replicas that is all launching, in two processes of 4",
+        "a step of 8 replicas that only launches kernels, in two processes with 4 replicas each",
         "one process of 8",
         _of_launchers(2),
     ),
@@ -175,7 +175,7 @@ _MEASURED: list[tuple[str, str, str, Callable[[Any], str]]] = [
     ),
     (
         "fixed_cost/own-cost.json",
-        "µs that a step on two replicas adds, one sub-step each",
+        "µs by which a step of two replicas, one sub-step each, is longer than plain torch's",
         "torch",
         _in_row(0, 1),
     ),

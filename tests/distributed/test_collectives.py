@@ -285,7 +285,7 @@ def with_nccl_alone(group):
 
 def test_group_without_gloo_warns():
     ((words,),) = run_on_ranks(1, with_nccl_alone)
-    assert words.startswith("the process group has nccl alone")
+    assert words.startswith("the process group has nccl only")
     assert 'init_process_group("cpu:gloo,' in words
 
 

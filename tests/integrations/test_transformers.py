@@ -320,6 +320,7 @@ def test_sharded_optimizer_equals_stock(layout, tmp_path):
     assert_same_run(ours, stock)
 
 
+@pytest.mark.slow
 def test_compiled_model_equals_stock(tmp_path, divided_calls):
     options = {"torch_compile": True, "torch_compile_backend": "eager"}
     ours, stock = both(tmp_path, ["cpu:0", "cpu:1"], language_model, **options)

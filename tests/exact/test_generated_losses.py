@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.pairwise import few_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -312,7 +313,7 @@ def test_right_losses_equal_plain_torch(dtype, seed):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("dtype", few_of(LIMITS, [torch.float64]))
 @pytest.mark.parametrize("seed", SEEDS)
 def test_wrong_losses_are_not_silent(dtype, seed):
     bad = []

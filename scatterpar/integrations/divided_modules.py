@@ -142,6 +142,7 @@ class DividedModules:
             # Most modules are there in each step.
             calls[module] = self._calls.get(module) or _DividedCall(self, module)
             calls[module].is_model = module in top
+            calls[module].forward = vars(module).get("forward")
         return calls
 
     def _install(self) -> None:
@@ -156,6 +157,10 @@ class DividedModules:
     def call(self, call: _DividedCall, args: Any, kwargs: Any) -> Any:
         """The output of a module; with the batch's rows, or of a model, divided."""
         if not call.is_model and not self._is_of_batch(call, args, kwargs):
+            return call.plain(*args, **kwargs)
+        # A loss may exchange ``forward`` for an object that keeps outputs, as
+        # MatryoshkaLoss does. It runs once, as on one device; what it calls is divided.
+        if vars(call.module).get("forward") is not call.forward:
             return call.plain(*args, **kwargs)
         if self._is_of_vectors(args, kwargs):
             name = type(call.module).__name__
@@ -221,11 +226,13 @@ class _DividedCall:
     Attributes:
         module: the user's module.
         is_model: whether calls with any number of rows are divided.
+        forward: what replaced its ``forward`` when the step began, or ``None``.
     """
 
     def __init__(self, divided: DividedModules, module: nn.Module) -> None:
         self.module = module
         self.is_model = False
+        self.forward: Any = None
         self._divided = divided
         self._compiled: Any = None
         self._can_generate = callable(getattr(type(module), "generate", None))

@@ -87,6 +87,47 @@ def test_which_calls_are_divided(divided_calls):
     divided.close()
 
 
+class KeepsOutputs:
+    """A ``forward`` that a loss sets for a while. It computes once, and reads twice."""
+
+    def __init__(self, forward):
+        self.forward = forward
+        self.outputs = []
+
+    def __call__(self, rows):
+        if not self.outputs:
+            self.outputs.append(self.forward(rows))
+        return self.outputs[0]
+
+
+def test_forward_that_a_loss_replaces_runs_once(divided_calls):
+    """Replicas shared the object, and each read what another one had kept."""
+    model = net()
+    divided = DividedModules(model, VIRTUAL)
+    expected = model(ROWS)
+    with divided.step({"rows": ROWS}):
+        keeps = model.forward = KeepsOutputs(model.forward)
+        for _ in range(2):
+            torch.testing.assert_close(model(ROWS), expected, rtol=1e-10, atol=1e-12)
+        del model.forward
+        torch.testing.assert_close(model(ROWS), expected, rtol=1e-10, atol=1e-12)
+    assert len(keeps.outputs) == 1
+    assert divided_calls == [model.body, model.heads[0], model]
+    divided.close()
+
+
+def test_forward_that_was_replaced_before_is_divided(divided_calls):
+    """As accelerate does for autocast."""
+    model = net()
+    forward = model.forward
+    model.forward = lambda rows: 2 * forward(rows)
+    divided = DividedModules(model, VIRTUAL)
+    with divided.step({"rows": ROWS}):
+        assert model(ROWS).shape == (6, 3)
+    assert divided_calls == [model]
+    divided.close()
+
+
 def test_children_of_an_owner_are_models(divided_calls):
     owner = build(Owner)
     divided = DividedModules(owner, VIRTUAL, is_owner=True)

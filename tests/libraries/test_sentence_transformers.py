@@ -162,13 +162,29 @@ def trained(name, saved, folder, devices):
     return trainer
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda m: losses.AdaptiveLayerLoss(m, MNRL(m)),
+        lambda m: losses.Matryoshka2dLoss(m, MNRL(m), [8, 4]),
+    ],
+    ids=["adaptive layers", "Matryoshka 2d"],
+)
+def test_losses_that_read_all_layers_raise(loss, saved, tmp_path, monkeypatch):
+    """They call ``forward`` itself, whose hooks collect the rows of one replica."""
+    monkeypatch.setitem(EMBEDDINGS, "of layers", (loss, PAIRS))
+    with pytest.raises(RuntimeError, match="The size of tensor"):
+        trained("of layers", saved, tmp_path, ["cpu:0", "cpu:1"])
+
+
 @pytest.mark.parametrize("layout", few_of(LAYOUTS, ["virtual"]))
 @pytest.mark.parametrize("name", few_of([*EMBEDDINGS, *SCORES], QUICK))
 def test_run_equals_one_device(name, layout, saved, tmp_path, divided_calls):
     ours = trained(name, saved, tmp_path, LAYOUTS[layout])
-    assert set(divided_calls) == {
-        ours.model
-    }  # the loss contains the model: on the master
+    # The loss contains the model: it is computed on the master.
+    # This loss replaces ``forward`` by an object that keeps outputs, so parts are divided.
+    model = ours.model[0] if name == "Matryoshka" else ours.model
+    assert set(divided_calls) == {model}
     stock = trained(name, saved, tmp_path, None)
     assert_same_run(ours, stock, 1e-6, logged=1e-4)
     start = (scorer if name in SCORES else encoder)(saved)

@@ -155,9 +155,17 @@ def test_memory_being_written_not_given_out(is_dropped):
 # --- graphs ---
 
 
-def test_gradients_readable_during_next_replay():
-    """They are the caller's own; a graph adds up in tensors that stay."""
+@pytest.mark.parametrize("is_one", [False, True], ids=["all", "one parameter"])
+def test_gradients_readable_during_next_replay(is_one):
+    """They are the caller's own; a graph adds up in tensors that stay.
+
+    The gradient of one parameter is no part of a larger tensor, so nobody else copies.
+    """
     model = network()
+    parameters = [*model.parameters()]
+    if is_one:
+        model.requires_grad_(False)
+        parameters = [parameters[0].requires_grad_()]
     inputs, targets = batch()
     engine = ScatterOnceParallel(model, 8, [0], graphs=True, verify=False)
     with engine, streams_of_the_users():
@@ -165,7 +173,7 @@ def test_gradients_readable_during_next_replay():
         assert engine.last_step.graphs == "3 of 8 sub-steps replayed"
         reading = torch.cuda.Stream(0)
         reading.wait_stream(torch.cuda.current_stream(0))
-        gradients = [parameter.grad for parameter in model.parameters()]
+        gradients = [parameter.grad for parameter in parameters]
         model.zero_grad()
         with torch.cuda.stream(reading):
             for gradient in gradients:

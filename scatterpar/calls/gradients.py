@@ -132,7 +132,7 @@ class CallGradients:
         self._waiting: ByReplica = self._nothing()
         self._tensors: dict[int, Tensor] = {}  # the user's, for which gradients wait
         self._marks: dict[int, _Mark] = {}
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: dict[int, RemovableHandle] = {}
         self._told = Told()
         # What is connected at present. The copies' graph refers to this object, so it
         # does not refer to them: such a cycle is never collected.
@@ -268,6 +268,9 @@ class CallGradients:
             return self._nothing_yet(bucket, gradients)
         for waiting, of_replica in zip(self._waiting, arrived, strict=True):
             for tensor in bucket.tensors:
+                # One that was frozen after the call keeps what it has got before.
+                if not tensor.requires_grad:
+                    continue
                 earlier = waiting.pop(id(tensor), None)
                 if earlier is not None:
                     _plus_in(of_replica, id(tensor), earlier)
@@ -467,8 +470,10 @@ class CallGradients:
         with torch.no_grad():
             for of_replica, gradients in zip(kept, arrived, strict=True):
                 for key, gradient in gradients.items():
-                    self._tensors[key] = by_id[key]
-                    _plus_in(of_replica, key, gradient.detach())
+                    # Autograd drops replica 0's if it was frozen after the call.
+                    if by_id[key].requires_grad:
+                        self._tensors[key] = by_id[key]
+                        _plus_in(of_replica, key, gradient.detach())
 
     def _mark(self) -> None:
         """Remember the user's gradients, to see later whether they were dropped."""
@@ -476,9 +481,10 @@ class CallGradients:
             tensor = self._tensors[key]
             if not tensor.is_leaf:
                 continue
-            if key not in self._marks:
+            # Into one that is frozen meanwhile autograd accumulates nothing.
+            if key not in self._hooks and tensor.requires_grad:
                 hook = tensor.register_post_accumulate_grad_hook(self._note)
-                self._hooks.append(hook)
+                self._hooks[key] = hook
             gradient = tensor.grad
             present = 0 if gradient is None else version(gradient)
             self._marks[key] = _Mark(gradient, present)
@@ -502,7 +508,7 @@ class CallGradients:
             return
         self._marks.clear()
         self._tensors.clear()
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
 

@@ -1,6 +1,7 @@
 """Gradients of replicas: hooks, what waits, what is dropped, what is refused."""
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -354,6 +355,40 @@ def test_dropped_gradients_stay_dropped(pair, by, set_to_none):
     owner.zero_grad(set_to_none)
     loss_of(engine).backward()
     loss_of(plain).backward()
+    assert_gradients(net, gradients(plain))
+
+
+@pytest.mark.parametrize("is_trained", list(itertools.product([True, False], repeat=4)))
+def test_freezing_between_call_and_backward_pass(pair, is_trained):
+    """Autograd drops the gradient of a parameter that is frozen by then. Other replicas'
+    parts of it waited, and what had waited before was lost.
+    """
+    engine, net, plain = pair
+    for of_model, call in ((net, engine), (plain, plain)):
+        first = next(of_model.parameters())
+        for number, is_trained_then in enumerate(is_trained):
+            first.requires_grad_(True)
+            loss = loss_of(call)
+            first.requires_grad_(is_trained_then)
+            with engine.no_sync() if number < 3 else contextlib.nullcontext():
+                loss.backward()
+        first.requires_grad_(True)
+        loss_of(call).backward()
+    assert_gradients(net, gradients(plain))
+
+
+@pytest.mark.parametrize("is_trained", list(itertools.product([True, False], repeat=3)))
+def test_freezing_for_a_while_drops_nothing(pair, is_trained):
+    """A parameter that is frozen in some calls of a window keeps what it has got."""
+    engine, net, plain = pair
+    for of_model, call in ((net, engine), (plain, plain)):
+        first = next(of_model.parameters())
+        for is_trained_then in is_trained:
+            first.requires_grad_(is_trained_then)
+            with engine.no_sync():
+                loss_of(call).backward()
+        first.requires_grad_(True)
+        loss_of(call).backward()
     assert_gradients(net, gradients(plain))
 
 

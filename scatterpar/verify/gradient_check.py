@@ -41,7 +41,7 @@ from scatterpar.torch_private.compiler import uncompiled
 
 @dataclass(frozen=True)
 class GradientCheck(Printed):
-    """The engine's gradients beside those of a plain whole-batch backward pass.
+    """The engine's gradients, compared with plain torch's over the whole batch.
 
     Attributes:
         rows: the size of the batch.
@@ -75,18 +75,17 @@ class GradientCheck(Printed):
         return f"<{type(self).__name__}: {self}>"
 
     def __str__(self) -> str:
-        """One sentence, and a second one if something differs."""
+        """Two sentences, and the possible reasons if something differs."""
         verdict = "only rounding differs" if self.passed else "NOT the same"
         format_of_both = ""
         if self.in_double:
             format_of_both = ", both in float64 because gradients nearly cancel"
-        sentence = (
-            f"gradients of {self.rows:,} rows beside those of a plain whole-batch "
-            f"backward{format_of_both}: largest relative difference "
-            f"{self.worst:.2e}, in {self.parameter}: {verdict} "
-            f"(limit {self.limit:.0e})."
+        report = (
+            f"gradients of {self.rows:,} rows, compared with plain torch's"
+            f"{format_of_both}: {verdict}. The largest relative difference is "
+            f"{self.worst:.2e}, in {self.parameter} (limit {self.limit:.0e})."
         )
-        return sentence if self.passed else f"{sentence} {self.meaning}"
+        return report if self.passed else f"{report} {self.meaning}"
 
 
 _NAN = "The plain backward pass has NaN or infinite gradients, too."
@@ -113,7 +112,7 @@ class PlainComparison:
     """A report, and the gradients of the plain backward pass.
 
     Attributes:
-        report: of the step beside the plain backward pass.
+        report: of the step, compared with the plain backward pass.
         expected: the gradients of the plain backward pass.
     """
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from enum import Enum
+from enum import Enum, auto
 from statistics import median
 from typing import NamedTuple
 
@@ -36,12 +36,27 @@ _LONGEST_RATIO = 1.0
 
 
 class GraphStage(Enum):
-    """What an engine does with its sub-steps."""
+    """What an engine does with its sub-steps. No stage leads back to an earlier one.
 
-    WATCHING = "eager, until devices wait for the host"
-    CAPTURING = "captured, and compared with eager steps"
-    REPLAYING = "replayed"
-    REFUSED = "eager"
+    Attributes:
+        WATCHING: sub-steps run eagerly, and are timed. The first stage with
+            ``graphs=None``. It ends in a step with several sub-steps per replica, once
+            devices have waited for the host in ``_STEPS_OF_WAITING`` steps in a row:
+            ``Decision.begin`` goes on to CAPTURING.
+        CAPTURING: sub-steps are captured and replayed, and timed. The first stage with
+            ``graphs=True``. It ends after ``_STEPS_COMPARED`` steps that only replay
+            and prove: ``Decision.see_captured`` goes on to REPLAYING, or to REFUSED if
+            the eager steps were faster.
+        REPLAYING: sub-steps are captured and replayed. Times decide nothing any more.
+        REFUSED: sub-steps run eagerly, and no graph is kept. ``Decision.refuse`` comes
+            here from any stage: something cannot be captured, changes too often, does
+            not fit into memory, or is not faster. The last stage.
+    """
+
+    WATCHING = auto()
+    CAPTURING = auto()
+    REPLAYING = auto()
+    REFUSED = auto()
 
 
 class StepTimes(NamedTuple):
@@ -97,9 +112,9 @@ class Decision:
     """The decision of an engine about its graphs; replicas' threads share it.
 
     Attributes:
-        is_asked: whether the user has asked for graphs.
+        is_asked: whether the user has asked for graphs, with ``graphs=True``.
         stage: what the engine does now.
-        refusal: why nothing is captured any more; empty if it may be.
+        refusal: why the stage is REFUSED; empty in all others.
         steps: the number of steps with graphs.
         wait: how long the host waited for devices in the latest eager step, in words.
     """

@@ -70,13 +70,14 @@ class Captured(Schedule):
         self.graphs_are_off = False
         self._decision = Decision(is_asked=is_asked)
         self._by_replica = [ReplicaGraphs(device) for device in devices]
-        self._pause = ""  # why the next attempt runs without graphs
-        # True from an attempt that ran out of memory with graphs, until the next one,
-        # without them, has ended.
-        self._has_given_up = False
-        # Of the present attempt; ``None`` without graphs.
+        # Why the next attempt runs without graphs, in any stage. Set when an attempt
+        # has failed because of its graphs; empty again when the next one begins.
+        self._why_retry_is_eager = ""
+        # Of the present attempt, from its beginning until the next one begins. ``None``
+        # if it has no graphs.
         self._plan_of_attempt: StepPlan | None = None
-        # Of the latest attempt: its times are known when the next one begins.
+        # From the end of an attempt, until the next one begins: only then are its
+        # times known.
         self._times: StepTimes | None = None
         self.why_eager = ""
 
@@ -100,9 +101,8 @@ class Captured(Schedule):
             computed = super().run(attempt, tasks)
             if not attempt.extent.is_trial and attempt.request.backward:
                 self._times = _times_of(attempt, computed)
-            if self._has_given_up:  # and there is enough memory without them
-                self._has_given_up = False
-                self._decision.refuse(_NO_MEMORY_FOR_GRAPHS)
+            if why == _NO_MEMORY_FOR_GRAPHS:  # without them there was enough
+                self._decision.refuse(why)
             return computed
         self.may_still_capture = True
         self._decision.steps += 1
@@ -147,16 +147,14 @@ class Captured(Schedule):
 
         Returns whether it may run again, without graphs.
         """
+        # An attempt without graphs has none to free: the one before has dropped all.
         has_graphs = any(graphs.by_shape for graphs in self._by_replica)
-        ran_without = self._has_given_up
-        self._has_given_up = False
         if isinstance(error, Outdated):
-            self._pause = f"{error} since it was captured"
+            self._why_retry_is_eager = f"{error} since it was captured"
             self._decision.changed(str(error))
-        elif is_out_of_memory(error) and has_graphs and not ran_without:
+        elif is_out_of_memory(error) and has_graphs:
             # Graphs are the first memory to give up.
-            self._pause = _NO_MEMORY_FOR_GRAPHS
-            self._has_given_up = True
+            self._why_retry_is_eager = _NO_MEMORY_FOR_GRAPHS
         else:
             return False
         self._forget()
@@ -181,10 +179,10 @@ class Captured(Schedule):
             return "a trial"
         if not attempt.request.backward:
             return "no gradient is computed"
-        pause = self._pause
-        self._pause = ""
-        if pause:
-            return pause
+        why = self._why_retry_is_eager
+        self._why_retry_is_eager = ""
+        if why:
+            return why
         if self._decision.refusal:
             if any(graphs.by_shape for graphs in self._by_replica):
                 self._forget()

@@ -917,6 +917,15 @@ SABOTAGES = [
         seen_by="test_shared_function_runs_one_at_a_time",
     ),
     Sabotage(
+        name="a backward pass that calls modules overlaps with another replica's call",
+        promise="exact",
+        file="verify/look.py",
+        place="ReplicaLook._scope",
+        text="return Scope.SUBSTEP if calls.calls_modules else Scope.FUNCTION",
+        replacement="return Scope.FUNCTION",
+        seen_by="test_checkpoint_writes_hook_values_in_own_turn",
+    ),
+    Sabotage(
         name="a turn begins before that of earlier rows",
         promise="exact",
         file="step/turns.py",

@@ -909,3 +909,24 @@ def test_hook_values_read_by_own_replica(devices):
             engine.forward_backward(INPUTS, LABELS, criterion, whole_batch=True)
     with ScatterOnceParallel(model, 2, ["cpu"]) as engine:  # there is no other replica
         assert_step(engine, INPUTS, LABELS, criterion)
+
+
+@pytest.mark.filterwarnings("ignore:.*reads what forward passes leave behind")
+def test_checkpoint_writes_hook_values_in_own_turn(devices):
+    """A checkpoint calls the layer again in the backward pass, and the hook writes."""
+    layers, box = mlp(), {}
+    model = Of(
+        lambda net, rows: checkpoint(net.net, rows, use_reentrant=False), net=layers
+    )
+
+    def hook(_, __, output):
+        box["feature"] = output
+        time.sleep(0.01)  # a backward pass of another replica would write here
+
+    def criterion(output, targets):
+        return F.cross_entropy(output, targets) + box["feature"].square().mean()
+
+    layers[0].register_forward_hook(hook)
+    with ScatterOnceParallel(model, 3, devices(2)) as engine:
+        for _ in range(3):
+            assert_step(engine, INPUTS, LABELS, criterion)

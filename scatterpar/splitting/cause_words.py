@@ -108,8 +108,8 @@ def _wrong_with_one_part(results: SplitResults) -> Words:
     factor = factor_between(actual, joined(results.expected), results.tolerance)
     size = "not" if factor is None else f"{factor:.4g} times"
     return (
-        f"Already with the whole batch as one part, the gradient is {size} that of "
-        f"loss=.",
+        f"Already with the whole batch as one part, the gradient is {size} the "
+        f"gradient of loss=.",
         "compare the two losses; write len(batches) for a constant in the loop.",
     )
 
@@ -130,8 +130,9 @@ def _once_per_part(growth: Growth, results: SplitResults) -> Words:
     if min(results.trial.num_parts, results.trial.ranks) > 1:
         number = "number of parts of all ranks"
     return (
-        f"A term of the loss counts once for each {unit}: from 2 to 3 {unit}s, the "
-        f"difference grows {growth.factor:.3g}-fold.{_shows_in(results)}",
+        f"A summand of the loss counts once for each {unit}: with 3 {unit}s the "
+        f"difference is {growth.factor:.3g} times as large as with 2."
+        f"{_shows_in(results)}",
         f"divide a penalty or a balance loss by the {number}, or add it once.",
     )
 
@@ -139,10 +140,10 @@ def _once_per_part(growth: Growth, results: SplitResults) -> Words:
 def _mean_of_means_in_a_term(count: Count, results: SplitResults) -> Words:
     alike = "the same" if count.is_sum else "equally many"
     return (
-        f"Rows with {alike} {count.words} give the right gradient, others do not: one "
-        f"of several terms of the loss is a mean over these in each part."
+        f"The gradient is right if rows have {alike} {count.words}, and else wrong: "
+        f"one of several summands of the loss is a mean over these in each part."
         f"{_shows_in(results)}",
-        f"{_BY_TERMS}, for each term of the loss by itself.",
+        f"{_BY_TERMS}, for each summand of the loss separately.",
     )
 
 
@@ -154,19 +155,19 @@ def _state_between_parts(results: SplitResults) -> Words:
         )
     return (
         f"The same parts in reverse order give another result.{moved}",
-        "update frozen weights, such as a teacher's average, buffers, attributes and "
-        "counters, and change gradients that have been accumulated, once per step, not "
-        "once per part.",
+        "update frozen weights (such as a teacher's average), buffers, attributes and "
+        "counters once per step, not once per part; change accumulated gradients once "
+        "per step, too.",
     )
 
 
 def _rows_are_compared(results: SplitResults) -> Words:
     return (
-        f"No weights of the gradients of the parts give that of the batch: "
+        f"The gradient of the batch is no weighted sum of the gradients of the parts: "
         f"{_where_rows_meet(results)}.{_shows_in(results)}",
-        "compute a contrastive loss, a product of means, or batch statistics of all "
-        "rows in one piece, from outputs gathered with their gradient or cached "
-        "(GradCache); mask padding.",
+        "compute a contrastive loss, a product of means or batch statistics once, from "
+        "the outputs of all rows, gathered with their gradient or cached (GradCache); "
+        "mask padding.",
     )
 
 
@@ -174,11 +175,11 @@ def _where_rows_meet(results: SplitResults) -> str:
     try:
         module = first_meeting(results.trial)
     except Exception:  # raised by the step for a single part
-        return "the loss or the module ties rows to each other"
+        return "the loss or the module compares rows with each other"
     if module:
         return f"rows first meet in {module}, whose outputs depend on the other rows"
     # The loss, or a gradient that the loop uses before its last backward pass.
-    return "the loss ties rows to each other, for modules do not"
+    return "the loss compares rows with each other (no module does)"
 
 
 def _effect_on_optimizers(finding: Finding) -> str:
@@ -192,17 +193,17 @@ def _effect_on_optimizers(finding: Finding) -> str:
     without_effect = CauseKind.RANKS_DIFFER, CauseKind.NO_GRADIENT, CauseKind.NOT_FINITE
     if finding.kind in without_effect:
         return ""
-    return " Adam does not hide it: the direction differs."
+    return " Adam does not hide the difference: the gradient has another direction."
 
 
 _HIDDEN_BY_ADAM = (
-    " Adam hides the factor, and a second term shows it. Clipping by norm 1 does, too, "
-    "while norms are larger."
+    " Adam hides this factor, and so does clipping: training may look right. A second "
+    "loss without the factor then has the wrong weight."
 )
 _BATCH_NORM = Cause(
     "batch normalisation",
-    "It normalises each part by itself. With its running statistics only rounding "
-    "differs: the rest of the loop is right.",
+    "It normalises each part separately. With the running statistics (model.eval()) "
+    "only rounding differs: the rest of the loop is right.",
     "call model.eval() before splitcheck; to be exact in training, use GroupNorm, or "
     "over ranks nn.SyncBatchNorm.",
 )
@@ -213,10 +214,10 @@ _MOVED = (
     "backward passes of all parts at the same weights.",
 )
 _UNKNOWN = (
-    "It is no constant factor, no other weights of the parts, and no term that counts "
-    "once per part.",
+    "No known cause fits: no constant factor, no other weights of the parts, and no "
+    "term that counts once per part.",
     "compare the parameters one by one, and look for state that one part changes for "
-    "the next.",
+    "the next part.",
 )
 
 
@@ -227,21 +228,23 @@ _CONSTANT = (
     "of the whole batch in plain torch"
 )
 _BY_RANKS = (
-    "multiply a loss that is divided by a count of all ranks, or computed from "
-    "gathered outputs, by the number of ranks: DDP averages."
+    "if the loss is divided by a count of all ranks, or computed from gathered "
+    "outputs, multiply it by the number of ranks, because DDP averages."
 )
 _OVER_RANKS = (
-    "divide by the number of ranks, or let DDP average; do not multiply by it as well."
+    "divide by the number of ranks, or let DDP average and do not multiply by the "
+    "number of ranks."
 )
 _DIVIDED = (
-    "do not divide by len(batches) a loss that is divided by a count of all parts; "
-    f"{_CONSTANT}."
+    "if the loss is divided by a count of all parts, do not divide it by len(batches), "
+    f"too; {_CONSTANT}."
 )
 _ADDED = f"divide each loss by len(batches); {_CONSTANT}."
 _ADDED_IN_SOME = (
-    "these parameters get the gradient of the whole loss in each part, the others that "
-    "of the part: divide the gradient of these alone by len(batches), or detach them "
-    "in all parts but one; dividing the loss would make the others wrong."
+    "in each part these parameters get the gradient of the whole loss, the others the "
+    "gradient of the part: divide the gradient of these parameters alone by "
+    "len(batches), or detach them in all parts except one; dividing the loss would "
+    "make the others wrong."
 )
 
 
@@ -280,7 +283,7 @@ def _meaning(factor: float, ranks: int, parts: int) -> tuple[str, str]:
             meanings[meaning] = remedy
     if not meanings:
         return "", f"look for a division or a second backward(); {_CONSTANT}."
-    return f": {', or '.join(meanings)}", " Or ".join(union([meanings.values()]))
+    return f": it is {', or '.join(meanings)}", " Or ".join(union([meanings.values()]))
 
 
 # --- other weights of the parts ---
@@ -288,7 +291,7 @@ def _meaning(factor: float, ranks: int, parts: int) -> tuple[str, str]:
 _BY_TERMS = "divide the sum of the losses by the number of terms in all parts"
 _REMEDIES_OF_CAUSES = {
     CauseKind.SUM_OF_MEANS: (
-        f"multiply each loss by its part of all terms; {_CONSTANT}."
+        f"multiply each loss by its fraction of all terms; {_CONSTANT}."
     ),
     CauseKind.ONLY_SOME_PARTS: (
         "call zero_grad() before the first part only, backward() for each part, and "
@@ -300,12 +303,12 @@ _REMEDIES_OF_CAUSES = {
 }
 _ALL_RANKS = "give each rank's loss its weight, and average the gradients of all ranks."
 _NOT_A_MEAN = (
-    "compute a root, an exponential, a ratio of means, a running divisor or the norm "
-    "that a loop clips by once, from sums over all parts: the loss is no mean over "
-    "terms."
+    "the loss is no mean over terms: add up over all parts first, and then compute, "
+    "once, a root, an exponential, a ratio of means, a running divisor or the norm to "
+    "clip by."
 )
 _UNKNOWN_TERMS = (
-    f"{_BY_TERMS}, which no tensor of the batch counts; if the loss is a ratio of "
+    f"{_BY_TERMS}; no tensor of the batch shows this number. If the loss is a ratio of "
     f"means, compute it once, from sums over all parts."
 )
 _REPEATED = (
@@ -339,13 +342,14 @@ def _words_of_weights(
         remedy = _ALL_RANKS
     elif ranks > 1:
         remedy += (
-            " Add that number over the ranks, and undo DDP's division by their number."
+            " Add this number up over the ranks, and multiply the loss by the number "
+            "of ranks, because DDP averages."
         )
     elif kind is CauseKind.MEAN_OF_MEANS and counted.words == "rows":
         remedy += " If your loader gives equal parts only (drop_last), pass equal=True."
     return (
         f"{_place(results, finding.names)} the loop weighs the parts "
-        f"{weights_in_words(results, weights.computed)}, the whole batch "
+        f"{weights_in_words(results, weights.computed)}. The whole batch weighs them "
         f"{weights_in_words(results, weights.right)}.{repeated}",
         remedy,
     )
@@ -385,4 +389,4 @@ def _shows_in(results: SplitResults) -> str:
     """A sentence about which parameters are wrong, if others are right."""
     if results.is_everything(results.wrong):
         return ""
-    return f" It shows in {first_names(results.wrong)} alone."
+    return f" Only the gradient of {first_names(results.wrong)} is wrong."

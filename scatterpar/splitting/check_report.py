@@ -25,7 +25,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class SplitCheck(Printed):
-    """The gradient of a batch in parts, beside that of the whole batch.
+    """The gradient of a batch in parts, compared with that of the whole batch.
 
     Attributes:
         rows: the size of the batch.
@@ -72,7 +72,7 @@ class SplitCheck(Printed):
         ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
         verdict = "only rounding differs" if self.passed else "NOT the same"
         lines = [
-            f"gradient of {self.rows} rows as {self.sizes}{ranks}, beside that of the "
+            f"gradient of {self.rows} rows as {self.sizes}{ranks}, compared with the "
             f"whole batch: {verdict}",
             f"  largest relative difference {self.worst:.1e}, in {self.parameter} "
             f"(limit {self.limit:.0e}); norm {self.ratio:.4g} times, cosine "
@@ -125,6 +125,6 @@ def _note(trial: Trial, results: Sequence[StepResult]) -> str:
     names = [name for name in hidden if name in trained]
     if names:
         sentences.append(
-            f"the gradient of {first_names(names)}, which is zero beside others"
+            f"the gradient of {first_names(names)}, which is zero, or nearly zero"
         )
     return "; ".join(sentences)

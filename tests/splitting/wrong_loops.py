@@ -151,7 +151,7 @@ def targets_and_mask():
     return ids, torch.stack([labels.abs() % 7 + 1.0, labels != -100], -1)
 
 
-@wrong("mean of means", Tagger, targets_and_mask, "no tensor of the batch counts")
+@wrong("mean of means", Tagger, targets_and_mask, "no tensor of the batch shows")
 def mask_in_a_channel_of_the_targets(model, batches):
     for ids, targets in batches:
         values, mask = targets.unbind(-1)

@@ -276,8 +276,11 @@ def page() -> str:
 
 _HEAD = """# Errors by their words
 
-Search this page for some words of an error or a warning; `…` stands for names and numbers. Each one is a `ValueError`, `TypeError` or
-`RuntimeError`, and a step that raises one has changed nothing, unless it says so. *Written by `python -m tests.errors --write` from the sources.*"""
+This page has scatterpar's errors and warnings, and what to do. Search it for some words of your message; `…` stands for
+names and numbers. What goes wrong without an error, and how to debug a step, is on [Limits](limits.md).
+
+Each error is a `ValueError`, `TypeError` or `RuntimeError`. A step that raises one has changed nothing, unless the error
+says so. *Written by `python -m tests.errors --write` from the sources.*"""
 
 
 def main() -> None:

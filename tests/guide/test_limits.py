@@ -6,7 +6,7 @@ import re
 
 import errors
 import pytest
-from harness.pages import ROOT, blocks, read
+from harness.pages import blocks, read
 
 PAGE = read("docs/limits.md")
 
@@ -47,19 +47,3 @@ def test_words_that_a_row_names_are_in_an_error(phrase):
 
 def test_rows_name_the_words_of_errors():
     assert len(PHRASES) > 25
-
-
-PAGES = [page.name for page in ROOT.glob("docs/*.md")]
-PAGES.remove("errors.md")  # as long as the errors are
-PAGES.remove("architecture.md")
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_rows_are_short(page):
-    """A row that is longer is two rows, or a section."""
-    for line in read(f"docs/{page}").splitlines():
-        if line.startswith("| "):
-            words = (
-                re.sub(r"\]\([^)]*\)", "", line).strip("|").replace("| ", "").split()
-            )
-            assert len(words) <= 40, line

@@ -267,8 +267,9 @@ class Calls:
             division = Division(plan, options.dim, transfers, gradients)
             self._refuse_synchronised(plan)
             generators = Generators([share.device for share in plan.shares])
+            end_substep = self._replicas.replica_set.end_substep
             threads = ReplicaThreads(
-                self._workers, plan.shares, generators, is_of_call=True
+                self._workers, plan.shares, generators, end_substep, is_of_call=True
             )
             # Such as a checkpoint's, which knows tensors by their order.
             if saved_tensors_hooks() is not None:
@@ -354,11 +355,7 @@ class Calls:
             parameter_writes_refused([replica_set]),
             refused_inner_backward(self._root, leaves),
         ):
-            try:
-                return threads.run(work, range(len(modules)))
-            finally:
-                if replica_set.compiler is not None:
-                    replica_set.compiler.release()
+            return threads.run(work, range(len(modules)))
 
     def _rules(
         self,

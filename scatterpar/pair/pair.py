@@ -359,7 +359,14 @@ class DataParallelCriterion(_OfPair[Criterion]):
         """
         devices = division.devices
         generators = Generators(devices)
-        threads = ReplicaThreads(self._workers, division.plan.shares, generators)
+        replica_sets = [] if replicas is None else [replicas.replica_set]
+
+        def end_substep() -> None:
+            for replica_set in replica_sets:
+                replica_set.end_substep()
+
+        shares = division.plan.shares
+        threads = ReplicaThreads(self._workers, shares, generators, end_substep)
         # A function, which replicas share, computes one loss at a time. Checkpointing
         # identifies recomputed tensors by the order in which they were saved.
         hooks = saved_tensors_hooks()
@@ -367,11 +374,9 @@ class DataParallelCriterion(_OfPair[Criterion]):
         if is_shared(self.module) or is_checkpointed:
             threads.widen(Scope.SUBSTEP)
         criteria: list[Any] = [self.module] * len(devices)
-        replica_sets: list[ReplicaSet] = []
         leaves: Sequence[Tensor] = ()
         if replicas is not None:
             criteria = replicas.modules_of(self.module, len(devices))
-            replica_sets.append(replicas.replica_set)
         # A single replica's gradients are those of the whole batch.
         if len(devices) > 1:
             leaves = trained_by(replica_sets, outputs)

@@ -7,7 +7,8 @@ compiled once.
 torch.compile is not thread-safe (https://github.com/pytorch/pytorch/issues/118260), and
 replicas that see a new size at the same time would each compile it. So a replica that
 calls its module with arguments of a new kind has a lock until its sub-step ends,
-backward pass included.
+backward pass included. In a call of the engine or of the pair, it has the lock until
+its forward pass ends; the thread of the backward pass has it until that pass ends.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.generators import current_generator
+from scatterpar.torch_private.autograd import at_end_of_pass
 from scatterpar.torch_private.compiler import (
     INDUCTOR_GRAPHS,
     CompileFn,
@@ -81,13 +83,13 @@ class Compiler:
             if key in self._known:
                 return compiled(*args, **kwargs)
             # With the lock, which a backward pass through the result has, too.
-            acquire = partial(self._acquire, threading.get_ident())
-            acquire()
+            thread = threading.get_ident()
+            self._acquire(thread)
             with many_graphs(), drawing_from_default():
                 output = compiled(*args, **kwargs)
             for tensor in nested.tensors(output):
                 if tensor.requires_grad:  # torch compiles backward passes when they run
-                    tensor.register_hook(lambda _: acquire())
+                    tensor.register_hook(partial(self._enter_backward, thread))
             self._known.add(key)
             return output
 
@@ -99,7 +101,20 @@ class Compiler:
 
     def release(self) -> None:
         """The sub-step of this thread's replica has ended: others may compile."""
-        if self._owner == threading.get_ident():
+        self._release(threading.get_ident())
+
+    def _enter_backward(self, thread_of_forward: int, _: Tensor) -> None:
+        """Have the lock; after a call, of which nothing else ends, until the pass ends.
+
+        In a sub-step the thread of the forward pass still has it.
+        """
+        if self._owner != thread_of_forward:
+            thread = threading.get_ident()
+            self._acquire(thread)
+            at_end_of_pass(partial(self._release, thread))
+
+    def _release(self, thread: int) -> None:
+        if self._owner == thread:
             self._owner = None
             self._lock.release()
 

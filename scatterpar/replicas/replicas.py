@@ -213,8 +213,7 @@ class Replicas:
     def end_substep(self) -> None:
         """The sub-step of this thread's replica has ended: others may compile."""
         for replica_set in self.replica_sets:
-            if replica_set.compiler is not None:
-                replica_set.compiler.release()
+            replica_set.end_substep()
 
     def clear_step_state(self) -> None:
         """Drop the replicas' gradients and the references to the user's criterion."""
@@ -379,6 +378,11 @@ class ReplicaSet:
                 # replicas.
                 gradients[slot.number] = gradient
         return gradients
+
+    def end_substep(self) -> None:
+        """The sub-step of this thread's replica has ended: others may compile."""
+        if self.compiler is not None:
+            self.compiler.release()
 
     def clear_gradients(self) -> None:
         """Drop the replicas' gradients."""

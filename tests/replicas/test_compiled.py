@@ -26,7 +26,13 @@ from harness.oracle import (
 from harness.pairwise import few_of
 from torch import nn
 
-from scatterpar import DataParallelModel, ScatterOnceParallel, gather, splitcheck
+from scatterpar import (
+    DataParallelCriterion,
+    DataParallelModel,
+    ScatterOnceParallel,
+    gather,
+    splitcheck,
+)
 from scatterpar.torch_private import compiler
 from scatterpar.torch_private.thread_modes import OperatorMode
 
@@ -52,6 +58,21 @@ class Graphs:
 def graphs():
     torch._dynamo.reset()
     return Graphs()
+
+
+@pytest.fixture(autouse=True)
+def no_replica_waits_in_vain(monkeypatch):
+    """None gives up the lock of the compiler: its owner compiles, or releases it."""
+    waits = []
+    is_compiling = compiler.is_compiling
+
+    def noted():
+        waits.append(is_compiling())
+        return waits[-1]
+
+    monkeypatch.setattr("scatterpar.replicas.compiled.is_compiling", noted)
+    yield waits
+    assert all(waits)
 
 
 def scaled(block, rows):
@@ -216,7 +237,9 @@ def test_compiled_criterion_is_exact(graphs):
     assert graphs.count >= 1
 
 
-def test_replicas_that_meet_do_not_deadlock(graphs, monkeypatch):
+def test_replicas_that_meet_do_not_deadlock(
+    graphs, monkeypatch, no_replica_waits_in_vain
+):
     """The one that compiles must not wait for ever for one that waits for the lock."""
     monkeypatch.setattr("scatterpar.replicas.compiled._COMPILER_PATIENCE_SECONDS", 0.1)
     barrier = threading.Barrier(2)
@@ -229,6 +252,7 @@ def test_replicas_that_meet_do_not_deadlock(graphs, monkeypatch):
     _, engine = compiled(graphs, make=lambda: nn.Linear(6, 3), verify=False)
     with engine:  # of a criterion that is a module each replica has its own
         engine.forward_backward(*batch(24), Of(waits))
+    no_replica_waits_in_vain.clear()
 
 
 @pytest.mark.parametrize(
@@ -317,6 +341,29 @@ def test_calls_of_compiled_modules_are_exact(graphs, device_ids, way, kind):
         output.square().mean().backward()
         plain(rows).square().mean().backward()
     assert_gradients(net, gradients(plain))
+    assert graphs.count
+
+
+def test_calls_of_compiled_criteria_are_exact(graphs):
+    """Replicas of a criterion with a network run compiled one after the other."""
+
+    def make():
+        return nn.Sequential(nn.Linear(6, 3), nn.Tanh())
+
+    def loss(module, output, targets):
+        return CRITERION(module.head(output), targets)
+
+    net, plain = build(make), build(make)
+    head, plain_head = [build(lambda: Of(loss, head=nn.Linear(3, 3))) for _ in "12"]
+    head.compile(backend=graphs)
+    model = DataParallelModel(net, DEVICES[2])
+    criterion = DataParallelCriterion(head)
+    for count in (ROWS, ROWS, 14):
+        rows, labels = batch(count)
+        criterion(model(rows), labels).backward()
+        plain_head(plain(rows), labels).backward()
+    assert_gradients(net, gradients(plain))
+    assert_gradients(head, gradients(plain_head))
     assert graphs.count
 
 

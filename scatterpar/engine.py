@@ -487,19 +487,11 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 request = checked(
                     call, self.dim, self.device_ids[0], self.check_finite, backward
                 )
-                tries = self._tries(request, schedule)  # 1
-                # No function between: the traceback of a user's error is short.
-                while True:
-                    try:
-                        outcome = self._compute(schedule, tries.present)  # 2 to 5
-                    except Exception as error:
-                        if not tries.go_on_after(error):
-                            raise
-                    else:
-                        if not tries.present.extent.is_trial:
-                            break
-                        del outcome  # the next try needs its memory
-                        tries.go_on_after(None)
+                tries: Tries[Outcome] = self._tries(request, schedule)  # 1
+                while tries.result is None:
+                    with tries:
+                        tries.result = self._compute(schedule, tries.present)  # 2 to 5
+                outcome = tries.result
                 tries.keep(outcome.attempt)
                 undo = outcome.attempt.undo
                 with undo:
@@ -542,7 +534,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
 
     def _tries(
         self, request: Request, work: Schedule | RowFunction, function: Any = None
-    ) -> Tries:
+    ) -> Tries[Any]:
         """By the plan, or a search for the fewest sub-steps that fit into memory.
 
         ``function`` is what ``map`` calls.
@@ -816,18 +808,11 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             batch = batch_of(call_inputs(inputs, kwargs), None, rows, self.dim)
             request = Request([batch], self.dim, backward=False)
             work = RowFunction(function, pad)
-            tries = self._tries(request, work, function)
-            while True:  # as in ``_step``
-                try:
-                    mapped = self._mapped(work, tries.present)
-                except Exception as error:
-                    if not tries.go_on_after(error):
-                        raise
-                else:
-                    if not tries.present.extent.is_trial:
-                        break
-                    del mapped
-                    tries.go_on_after(None)
+            tries: Tries[Mapped] = self._tries(request, work, function)
+            while tries.result is None:
+                with tries:
+                    tries.result = self._mapped(work, tries.present)
+            mapped = tries.result
             tries.keep(mapped.attempt)
             with mapped.attempt.undo:
                 mapped.attempt.writes.tell()

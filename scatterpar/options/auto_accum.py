@@ -40,7 +40,7 @@ from scatterpar.plan import Plan
 from scatterpar.step.attempt import Attempt, Extent
 from scatterpar.step.request import Request
 from scatterpar.step.substeps import Schedule
-from scatterpar.step.tries import Tries, Try
+from scatterpar.step.tries import Result, Tries, Try
 from scatterpar.threads.workers import Workers
 
 _TRIAL = Extent(is_trial=True, max_substeps=2, retain_rows=False)
@@ -78,7 +78,7 @@ class AutoAccum:
         return {"training": self.training, "too_many_rows": {}}
 
 
-class Search(Tries):
+class Search(Tries[Result]):
     """The tries of one call, until a whole step fits."""
 
     def __init__(
@@ -146,6 +146,7 @@ class Search(Tries):
 
     def keep(self, attempt: Attempt) -> None:
         """Later calls begin with this number of sub-steps; warns if it is new."""
+        super().keep(attempt)
         with attempt.undo:  # warnings may be errors
             self._keep(self._accum)
         attempt.retries = self._retries

@@ -124,19 +124,19 @@ class Replicas:
             if root is not None and not self.of_model.contains_all_of(root):
                 self._of_criterion.follow(root, self._device_ids[:number])
                 self.replica_sets.append(self._of_criterion)
-            comparisons = [
-                replica_set.broadcast.compare() for replica_set in self.replica_sets
-            ]
+            comparisons: list[CopyComparison] = []
+            differences: list[Tensor] = []
+            for replica_set in self.replica_sets:
+                comparison = replica_set.broadcast.compare()
+                comparisons.append(comparison)
+                differences.append(comparison.differences)
             # The host waits once, for the model's and the criterion's.
-            on_host = to_host([comparison.differences for comparison in comparisons])
-            for replica_set, comparison, differences in zip(
+            on_host = to_host(differences)
+            for replica_set, comparison, of_set in zip(
                 self.replica_sets, comparisons, on_host, strict=True
             ):
-                replica_set.send(
-                    transfers,
-                    comparison._replace(differences=differences),
-                    lazily=lazily,
-                )
+                comparison = comparison._replace(differences=of_set)
+                replica_set.send(transfers, comparison, lazily=lazily)
             # The criterion's own replicas, or those of the model that it is a part of.
             replicas = self.replica_sets[-1].replicas
             if root is None:

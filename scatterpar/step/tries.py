@@ -2,17 +2,10 @@
 
 ::
 
-    while True:
-        try:
-            result = compute(tries.present)
-        except Exception as error:
-            if not tries.go_on_after(error):
-                raise
-        else:
-            if not tries.present.extent.is_trial:
-                break
-            del result  # the next try needs its memory
-            tries.go_on_after(None)
+    while tries.result is None:
+        with tries:  # chooses the next try after an error, and after a trial
+            tries.result = compute(tries.present)
+    result = tries.result
     tries.keep(result.attempt)
 
 A try is undone before another one begins. Another one is asked for by ::
@@ -25,7 +18,8 @@ A try is undone before another one begins. Another one is asked for by ::
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import TracebackType
+from typing import Generic, NamedTuple, TypeVar
 
 from scatterpar.devices.memory import clear_frames
 from scatterpar.plan import Plan
@@ -33,6 +27,8 @@ from scatterpar.step.attempt import WHOLE_STEP, Attempt, Extent
 from scatterpar.step.request import Request
 from scatterpar.step.substeps import Schedule
 from scatterpar.threads.workers import Workers
+
+Result = TypeVar("Result")
 
 
 class Try(NamedTuple):
@@ -49,18 +45,44 @@ class Try(NamedTuple):
     extent: Extent = WHOLE_STEP
 
 
-class Tries:
+class Tries(Generic[Result]):
     """The tries of a call whose plan is fixed.
+
+    In the body of ``with`` the present try is computed. An error that another try
+    follows ends there; any other one is the caller's.
 
     Attributes:
         present: the try that is computed next.
+        result: that of the whole call, from the end of its try until ``keep``; else
+            ``None``.
     """
 
     def __init__(self, first: Try, schedule: Schedule | None, workers: Workers) -> None:
         """``schedule`` is ``None`` for a call without gradients."""
         self.present = first
+        self.result: Result | None = None
         self._schedule = schedule
         self._workers = workers
+
+    def __enter__(self) -> None:
+        """The present try begins."""
+
+    def __exit__(
+        self,
+        _: type[BaseException] | None,
+        error: BaseException | None,
+        __: TracebackType | None,
+    ) -> bool:
+        """Choose the next try after an error, or after a trial.
+
+        Returns whether another try follows ``error``.
+        """
+        if error is not None:
+            return isinstance(error, Exception) and self.go_on_after(error)
+        if self.present.extent.is_trial:
+            self.result = None  # first: the next try needs its memory
+            self.go_on_after(None)
+        return False
 
     def go_on_after(self, error: Exception | None) -> bool:
         """Choose the try that follows the present one, which has raised ``error``.
@@ -76,7 +98,8 @@ class Tries:
         return True
 
     def keep(self, attempt: Attempt) -> None:
-        """The present try was the whole call."""
+        """The present try was the whole call. Drop its result, which the caller has."""
+        self.result = None
 
     def _free(self, error: Exception | None) -> None:
         """Free the memory of the present try, which the next one needs.

@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
 from scatterpar.plan import make_plan
+from scatterpar.step.attempt import Extent
 from scatterpar.step.substeps import Schedule
 from scatterpar.step.tries import Tries, Try
 
@@ -52,3 +55,52 @@ def test_error_is_the_callers(schedule):
     tries = Tries(FIRST, schedule, workers)
     assert not tries.go_on_after(RuntimeError("the user's"))
     assert not workers.released
+
+
+class OneTrial(Tries):
+    """A trial, then the whole call; checks that the trial's result is gone by then."""
+
+    def go_on_after(self, error):
+        assert error is None
+        assert self.trial() is None
+        self.present = FIRST
+        return True
+
+
+def compute(tries, results):
+    """Computes ``results``, of which exceptions are raised, until one is the call's."""
+    while tries.result is None:
+        with tries:
+            result = results.pop(0)
+            if isinstance(result, BaseException):
+                raise result
+            tries.result = result
+    return tries.result
+
+
+def test_error_that_another_try_follows_ends_in_the_body():
+    tries = Tries(FIRST, WithGraphs([]), Workers())
+    assert compute(tries, [RuntimeError("outdated"), "done"]) == "done"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the user's"), KeyboardInterrupt()])
+def test_other_errors_leave_the_body(error):
+    seen = [None]  # recovers only at first
+    tries = Tries(FIRST, WithGraphs(seen), Workers())
+    with pytest.raises(type(error)) as caught:
+        compute(tries, [error])
+    assert caught.value is error
+    assert seen[1:] == ([error] if isinstance(error, Exception) else [])
+    assert tries.result is None
+
+
+def test_trial_is_freed_before_the_next_try():
+    trial = torch.zeros(3)
+    tries = OneTrial(FIRST._replace(extent=Extent(is_trial=True)), None, Workers())
+    tries.trial = weakref.ref(trial)
+    results = [trial, "done"]
+    del trial
+    with tries:
+        tries.result = results.pop(0)
+    assert tries.present is FIRST
+    assert compute(tries, results) == "done"

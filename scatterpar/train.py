@@ -547,10 +547,27 @@ class Data(NamedTuple):
 def open_data(options: argparse.Namespace) -> Data:
     """Returns the images that `--data` names."""
     if options.data == EMBEDDED:
-        train, test = embedded.load()
-        std, mean = torch.std_mean(train.images.float(), (0, 2, 3), correction=0)
-        parts = InMemory(*train), InMemory(*test)
-        return Data(*parts, list(embedded.CLASSES), (1, 28, 28), mean, std)
+        return open_embedded()
+    return open_with_timm(options)
+
+
+def open_embedded() -> Data:
+    """Returns the images that the package has, whose mean is computed."""
+    train, test = embedded.load()
+    pixels = train.images.float()
+    std, mean = torch.std_mean(pixels, (0, 2, 3), correction=0)
+    return Data(
+        train=InMemory(*train),
+        test=InMemory(*test),
+        classes=list(embedded.CLASSES),
+        shape=(1, 28, 28),
+        mean=mean,
+        std=std,
+    )
+
+
+def open_with_timm(options: argparse.Namespace) -> Data:
+    """Returns the images of a folder or a hub, which timm reads."""
     timm = import_timm(f"--data {options.data}")
     train = open_reader(timm, options, options.train_split)
     test = open_reader(timm, options, options.val_split)
@@ -558,13 +575,15 @@ def open_data(options: argparse.Namespace) -> Data:
     config = image_config(timm, options)
     train_transform = build_transform(timm, options, config, is_training=True)
     test_transform = build_transform(timm, options, config, is_training=False)
+    mean = torch.tensor(config["mean"])
+    std = torch.tensor(config["std"])
     return Data(
-        Pictures(train, train_transform, options.seed),
-        Pictures(test, test_transform, options.seed),
-        list(train.class_to_idx),
-        config["input_size"],
-        mean=255 * torch.tensor(config["mean"]),
-        std=255 * torch.tensor(config["std"]),
+        train=Pictures(train, train_transform, options.seed),
+        test=Pictures(test, test_transform, options.seed),
+        classes=list(train.class_to_idx),
+        shape=config["input_size"],
+        mean=255 * mean,  # of bytes
+        std=255 * std,
     )
 
 

@@ -112,28 +112,34 @@ class StepReport(Printed):
         """What would make the step faster; empty if nothing is worth a hint."""
         if not self.device_seconds:
             return ""
-        shares = self.plan.shares
-        num_substeps = max(len(share.micro_batches) for share in shares)
-        # Devices without streams are done when the host is, and never wait for it.
-        are_async = all(has_streams(share.device) for share in shares)
-        times = zip(self.device_seconds, self.launch_seconds, strict=True)
-        waits_for_host = are_async and all(
-            device_waited(working, launching, num_substeps)
-            for working, launching in times
-        )
         # Most steps have no check, so the hint is of such a step.
         seconds = sum(self.seconds.values()) - self.check_seconds
-        return hint_for(
-            StepTraits(
-                serial=1 - max(self.device_seconds) / seconds,
-                waits_for_host=waits_for_host,
-                graphs_are_off=self.graphs_are_off,
-                may_still_capture=self.may_still_capture,
-                is_compiled=self.is_compiled,
-                num_devices=len({share.device for share in shares}),
-                num_substeps=num_substeps,
-            )
+        shares = self.plan.shares
+        num_substeps = max(len(share.micro_batches) for share in shares)
+        devices = {share.device for share in shares}
+        traits = StepTraits(
+            serial=1 - max(self.device_seconds) / seconds,
+            waits_for_host=self._devices_wait(num_substeps),
+            graphs_are_off=self.graphs_are_off,
+            may_still_capture=self.may_still_capture,
+            is_compiled=self.is_compiled,
+            num_devices=len(devices),
+            num_substeps=num_substeps,
         )
+        return hint_for(traits)
+
+    def _devices_wait(self, num_substeps: int) -> bool:
+        """Whether each device has waited for the host to launch its sub-steps."""
+        for share in self.plan.shares:
+            # Such a device is done when the host is.
+            if not has_streams(share.device):
+                return False
+        for working, launching in zip(
+            self.device_seconds, self.launch_seconds, strict=True
+        ):
+            if not device_waited(working, launching, num_substeps):
+                return False
+        return True
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._title()}>"

@@ -88,25 +88,31 @@ class SplitCheck(Printed):
 
 def report_of(trial: Trial, comparison: Comparison, cause: Cause) -> SplitCheck:
     """The report of a comparison, and of the cause that explains it."""
-    reference, results, worst, parameter = comparison
+    reference = comparison.reference
+    results = comparison.results
     expected = reference.gradients
     # Rank 0 stands for all in the numbers of the report, though not in the verdict.
     actual = joined(results[0].gradients)
     whole = joined(expected)
+    ratio = actual.norm() / whole.norm()
+    cosine = torch.cosine_similarity(actual, whole, dim=0)
+    wrong: list[list[str]] = []
+    for result in results:
+        wrong.append(trial.differing(result.gradients, expected))
     return SplitCheck(
         rows=len(trial.rows),
         sizes=sizes_in_words(trial.split()),
         ranks=trial.ranks,
-        worst=worst,
+        worst=comparison.worst,
         limit=trial.limit,
         cause=cause.name,
         why=cause.why,
         remedy=cause.remedy,
         note=_note(trial, [reference, *results]),
-        parameter=parameter,
-        ratio=float(actual.norm() / whole.norm()),
-        cosine=float(torch.cosine_similarity(actual, whole, dim=0)),
-        wrong=union(trial.differing(r.gradients, expected) for r in results),
+        parameter=comparison.name,
+        ratio=float(ratio),
+        cosine=float(cosine),
+        wrong=union(wrong),
     )
 
 

@@ -10,17 +10,21 @@ from scatterpar.step.substeps import Schedule
 def make_report(outcome: Outcome, waited: float, schedule: Schedule) -> StepReport:
     """The report of a step, which began ``waited`` seconds after the last one."""
     attempt = outcome.attempt
-    num_substeps = sum(map(len, attempt.weights.by_share))
-    # A step of two passes has no clocks.
     device_seconds: list[float] = []
     launch_seconds: list[float] = []
-    for clock in outcome.clocks:
+    for clock in outcome.clocks:  # none of a step of two passes
         working = clock.working()
-        if working is None:  # the device is not done: none is shown
+        if working is None:  # a device is not done: no time is shown
             device_seconds.clear()
+            launch_seconds.clear()
             break
         device_seconds.append(working)
         launch_seconds.append(clock.launching)
+    num_substeps = 0
+    for share_weights in attempt.weights.by_share:
+        num_substeps += len(share_weights)
+    graphs = GraphReport(schedule.replayed, num_substeps, schedule.why_eager)
+    compiler = attempt.replicas.of_model.compiler
     return StepReport(
         plan=attempt.plan,
         loss=outcome.loss,
@@ -33,9 +37,9 @@ def make_report(outcome: Outcome, waited: float, schedule: Schedule) -> StepRepo
         device_seconds=tuple(device_seconds),
         launch_seconds=tuple(launch_seconds),
         check_seconds=attempt.check_seconds,
-        graphs=GraphReport(schedule.replayed, num_substeps, schedule.why_eager),
+        graphs=graphs,
         graphs_are_off=schedule.graphs_are_off,
         may_still_capture=schedule.may_still_capture,
-        is_compiled=attempt.replicas.of_model.compiler is not None,
+        is_compiled=compiler is not None,
         logged=dict(outcome.logged),
     )

@@ -1206,9 +1206,9 @@ SABOTAGES = [
     Sabotage(
         name="the gradients of a trial stay while the next try runs",
         promise="all or nothing",
-        file="engine.py",
-        place="ScatterOnceParallel._step",
-        text="del outcome",
+        file="step/tries.py",
+        place="Tries.__exit__",
+        text="self.result = None",
         replacement="pass",
         seen_by="test_trial_gradients_freed_before_retry",
     ),

@@ -78,7 +78,7 @@ def compute(tries, results):
     return tries.result
 
 
-def test_error_that_another_try_follows_ends_in_the_body():
+def test_error_ends_where_a_try_follows():
     tries = Tries(FIRST, WithGraphs([]), Workers())
     assert compute(tries, [RuntimeError("outdated"), "done"]) == "done"
 

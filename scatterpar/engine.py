@@ -87,7 +87,7 @@ from scatterpar.step.scatter import (
 )
 from scatterpar.step.step_report import make_report
 from scatterpar.step.substeps import Schedule, user_state_guarded
-from scatterpar.step.task import call_inputs, make_tasks
+from scatterpar.step.task import inputs_from_arguments, make_tasks
 from scatterpar.step.tries import Tries, Try
 from scatterpar.threads.workers import Workers
 from scatterpar.torch_private.compiler import never_compiled, unwrapped
@@ -805,7 +805,9 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         inputs, kwargs = read_arguments(inputs, kwargs)
         with self._workers.exclusive():
             rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim)
-            batch = batch_of(call_inputs(inputs, kwargs), None, rows, self.dim)
+            batch = batch_of(
+                inputs_from_arguments(inputs, kwargs), None, rows, self.dim
+            )
             request = Request([batch], self.dim, backward=False)
             work = RowFunction(function, pad)
             tries: Tries[Mapped] = self._tries(request, work, function)

@@ -57,7 +57,7 @@ from scatterpar.report import StepReport
 from scatterpar.step.misfits import misfit_of_dataclass, misfit_of_inputs
 from scatterpar.step.replica_threads import Proceed, ReplicaThreads
 from scatterpar.step.row_writes import KnownWrites, RowWrites
-from scatterpar.step.task import call_inputs
+from scatterpar.step.task import inputs_from_arguments
 from scatterpar.step.turns import Scope
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Workers
@@ -277,7 +277,7 @@ class Calls:
             start = time.perf_counter()
             writes = RowWrites(self._known_writes)
             try:
-                by_share = division.split_call(call_inputs(args, kwargs))
+                by_share = division.split_call(inputs_from_arguments(args, kwargs))
                 seconds["scatter"] = time.perf_counter() - start
                 start = time.perf_counter()
                 modules = self._replicas.modules_of(module, len(plan.shares))

@@ -135,7 +135,7 @@ class Division:
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """All rows, on the master, with a graph if a part has one."""
         if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
-            whole: Tensor = JoinRows.apply(self, self.gradients.sentinel, *parts)  # type: ignore[no-untyped-call]
+            whole: Tensor = JoinRows.apply(self, self.gradients.backward_probe, *parts)  # type: ignore[no-untyped-call]
             return whole
         with torch.no_grad():
             return self.joined(parts)
@@ -161,7 +161,7 @@ class Division:
         trained = [n for n, output in enumerate(outputs) if output.requires_grad]
         if trained:
             others = [outputs[number] for number in trained]
-            left = Outgoing.apply(self, self.gradients.sentinel, *others)  # type: ignore[no-untyped-call]
+            left = Outgoing.apply(self, self.gradients.backward_probe, *others)  # type: ignore[no-untyped-call]
             for number, output in zip(trained, left, strict=True):
                 result[number] = output
         return result
@@ -215,7 +215,7 @@ class Outgoing(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, division: Division, sentinel: Tensor, *outputs: Tensor
+        ctx: Any, division: Division, backward_probe: Tensor, *outputs: Tensor
     ) -> tuple[Tensor, ...]:
         """The outputs, as other tensors."""
         ctx.division = division
@@ -239,7 +239,7 @@ def _save_for_checkpoint(ctx: Any, division: Division) -> None:
     of several devices at once.
     """
     if saved_tensors_hooks() is not None:
-        ctx.save_for_backward(division.gradients.sentinel)
+        ctx.save_for_backward(division.gradients.backward_probe)
 
 
 def _begin_pass(ctx: Any) -> None:

@@ -112,7 +112,9 @@ class CallGradients:
     """The gradients of one module's replicas, except the first.
 
     Attributes:
-        sentinel: a leaf that all joined outputs depend on.
+        backward_probe: a leaf that all joined outputs depend on. ``backward()`` gets as
+            far as this leaf, and ``autograd.grad`` of other tensors does not: so a
+            backward pass finds which of both it is.
         is_synced: whether backward passes add gradients to the user's parameters:
             false in the body of ``no_sync``.
         were_added: true from an addition until a call has read the parameters again.
@@ -121,7 +123,7 @@ class CallGradients:
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self.sentinel = torch.zeros((), requires_grad=True)
+        self.backward_probe = torch.zeros((), requires_grad=True)
         self.is_synced = True
         self.were_added = False
         self.transfers = Transfers()
@@ -212,7 +214,7 @@ class CallGradients:
         task = current_graph_task()
         if task in self._passes:
             return
-        is_selected = not executes(self.sentinel)
+        is_selected = not executes(self.backward_probe)
         of_pass = _Pass(self.is_synced, is_selected, self._nothing())
         # Outputs of the pair are reached in a thread per device.
         if self._passes.setdefault(task, of_pass) is not of_pass:
@@ -541,7 +543,7 @@ class _Connection(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, bucket: _Bucket, sentinel: Tensor, copies: int, *tensors: Tensor
+        ctx: Any, bucket: _Bucket, backward_probe: Tensor, copies: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.bucket = bucket
         ctx.copies = copies
@@ -550,7 +552,7 @@ class _Connection(torch.autograd.Function):
         connected = tensors[len(tensors) - copies :]
         ctx.mark_dirty(*connected)
         # The first output is on the master: so is the thread of the backward pass.
-        return sentinel.new_zeros((), device=bucket.tensors[0].device), *connected
+        return backward_probe.new_zeros((), device=bucket.tensors[0].device), *connected
 
     @staticmethod
     @never_compiled  # a compiled function may call ``backward()``
@@ -578,7 +580,7 @@ def _connect_all(connections: Sequence[tuple[_Bucket, list[Tensor]]]) -> None:
 def _connect(bucket: _Bucket, copies: list[Tensor]) -> None:
     gradients = bucket.gradients
     inputs = bucket.tensors * len(gradients.blocks)
-    _Connection.apply(bucket, gradients.sentinel, len(copies), *inputs, *copies)  # type: ignore[no-untyped-call]
+    _Connection.apply(bucket, gradients.backward_probe, len(copies), *inputs, *copies)  # type: ignore[no-untyped-call]
 
 
 def _blocks(count: int) -> list[range]:

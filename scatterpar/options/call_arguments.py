@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from scatterpar.step.task import as_call
+from scatterpar.step.task import arguments_from_inputs
 
 # What loops and libraries call the arguments of a step.
 _OTHER_NAMES = {
@@ -83,4 +83,4 @@ def read_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """
     if len(args) != 1 or kwargs:
         return args, kwargs
-    return as_call(args[0])
+    return arguments_from_inputs(args[0])

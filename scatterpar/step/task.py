@@ -84,7 +84,7 @@ class ReplicaTask:
     def output_of(self, inputs: Any) -> Any:
         """The module's output for the inputs of one micro-batch."""
         # The signature is read after a failure only: it would cost each sub-step.
-        args, kwargs = as_call(inputs)
+        args, kwargs = arguments_from_inputs(inputs)
         try:
             with self.writes.watched("forward", "inputs", inputs) as watch:
                 output = self.module(*args, **kwargs)
@@ -198,10 +198,11 @@ def is_shared(criterion: Callable[..., Any] | None) -> bool:
     return not (isinstance(criterion, nn.Module) or is_of_torch(criterion))
 
 
-def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a module.
+def arguments_from_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How a module is called with a batch's inputs: positional and keyword arguments.
 
-    A mapping has arguments by name, a tuple by position; any other value is alone.
+    A tuple has positional arguments, a mapping keyword arguments. Anything else is a
+    single positional argument.
     """
     if isinstance(inputs, tuple) and not isinstance(inputs, PackedSequence):
         return inputs, {}
@@ -211,10 +212,10 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs,), {}
 
 
-def call_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of a call as inputs of a batch.
+def inputs_from_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The inputs of a batch for a call with these arguments: a pair of both.
 
-    That is a pair of both, or a single marker whose ``collate`` returns such a pair.
+    Of a single marker it is the marker, whose ``collate`` then returns such a pair.
     """
     is_single = len(args) == 1 and not kwargs
     if not is_single or not isinstance(args[0], Marker) or args[0].collate is None:
@@ -226,4 +227,4 @@ def call_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _collated_call(collate: Callable[[Any], Any], contents: Any) -> Any:
-    return as_call(collate(contents))
+    return arguments_from_inputs(collate(contents))

@@ -32,7 +32,7 @@ from scatterpar.step.reduce import Outcome
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import batch_on_device
 from scatterpar.step.substeps import set_aside
-from scatterpar.step.task import as_call
+from scatterpar.step.task import arguments_from_inputs
 from scatterpar.tables import Printed
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.torch_private.autograd import hooks_taken_off
@@ -248,7 +248,7 @@ def _plain(
         rounding.add(leaf.dtype)
     with torch.inference_mode(False):  # also within no_grad
         inputs, targets = copied_to(device, request.batches[0])
-        args, kwargs = as_call(inputs)
+        args, kwargs = arguments_from_inputs(inputs)
         loss = loss_of(module(*args, **kwargs), targets, request.criterion)
         rounding.watch(loss)
         return torch.autograd.grad(loss, leaves, allow_unused=True)

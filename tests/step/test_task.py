@@ -9,7 +9,12 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
 
 from scatterpar import Rows
-from scatterpar.step.task import as_call, call_inputs, is_of_torch, is_shared
+from scatterpar.step.task import (
+    arguments_from_inputs,
+    inputs_from_arguments,
+    is_of_torch,
+    is_shared,
+)
 
 IDS = torch.ones(2, 3)
 PACKED = pack_sequence([torch.ones(2)])
@@ -26,7 +31,7 @@ PACKED = pack_sequence([torch.ones(2)])
     ],
 )
 def test_tuples_by_position_mappings_by_name(inputs, args, kwargs):
-    found_args, found_kwargs = as_call(inputs)
+    found_args, found_kwargs = arguments_from_inputs(inputs)
     assert all(
         type(one) is type(other) for one, other in zip(found_args, args, strict=True)
     )
@@ -35,10 +40,10 @@ def test_tuples_by_position_mappings_by_name(inputs, args, kwargs):
 
 def test_collated_marker_gives_arguments():
     rows = Rows([1, 2], collate=lambda entries: {"sum": sum(entries)})
-    marker = call_inputs((rows,), {})
+    marker = inputs_from_arguments((rows,), {})
     assert marker.unwrap(copy=False) == ((), {"sum": 3})
     assert rows.collate([1, 2]) == {"sum": 3}  # the user's marker is as it was
-    assert call_inputs((rows, 1), {}) == ((rows, 1), {})
+    assert inputs_from_arguments((rows, 1), {}) == ((rows, 1), {})
 
 
 def test_replicas_share_functions_alone():

@@ -19,6 +19,7 @@ class StepTraits(NamedTuple):
         is_compiled: whether replicas run compiled.
         num_devices: the number of devices.
         num_substeps: the largest number of sub-steps of a replica.
+        has_room: whether micro-batches of twice as many rows may fit into memory.
     """
 
     serial: float
@@ -28,6 +29,7 @@ class StepTraits(NamedTuple):
     is_compiled: bool
     num_devices: int
     num_substeps: int
+    has_room: bool
 
 
 def hint_for(step: StepTraits) -> str:
@@ -45,22 +47,32 @@ def hint_for(step: StepTraits) -> str:
         step.num_devices,
         num_substeps=step.num_substeps,
         is_compiled=step.is_compiled,
+        has_room=step.has_room,
     )
+    if not remedies:
+        return ""
     return f"devices wait for the host to launch kernels: {remedies}"
 
 
 def remedies_of_launching(
-    num_devices: int, *, num_substeps: int, is_compiled: bool
+    num_devices: int, *, num_substeps: int, is_compiled: bool, has_room: bool
 ) -> str:
-    """What helps if devices wait for the host, and no sub-step can be a graph."""
+    """What helps if devices wait for the host, and no sub-step can be a graph.
+
+    Returns an empty text if nothing does.
+    """
     remedies: list[str] = []
-    if num_substeps > 1:
+    if num_substeps > 1 and has_room:
         remedies.append("larger micro-batches (a smaller accum)")
     if not is_compiled:
         remedies.append("compile=True")
-    if num_devices > 1:
+    if num_devices > 1 and num_devices % 2:
+        remedies.append("one process per device")
+    elif num_devices > 1:
         remedies.append("two processes with half of the devices each")
-    if not remedies:
+    if not remedies and has_room:
         remedies.append("larger batches")
+    if not remedies:
+        return ""
     *others, last = remedies
     return f"{', '.join(others)} or {last}" if others else last

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from scatterpar.devices.clocks import device_waited
-from scatterpar.devices.memory import most_allocated_bytes
+from scatterpar.devices.memory import is_half_full, most_allocated_bytes
 from scatterpar.devices.streams import has_streams
 from scatterpar.hints import StepTraits, hint_for
 from scatterpar.plan import Plan
@@ -125,6 +125,7 @@ class StepReport(Printed):
             is_compiled=self.is_compiled,
             num_devices=len(devices),
             num_substeps=num_substeps,
+            has_room=not any(map(is_half_full, devices)),
         )
         return hint_for(traits)
 

@@ -351,7 +351,10 @@ def on_speed(
     elif not is_fast:
         # Sub-steps run either compiled or captured: the faster graphs stay.
         remedies = remedies_of_launching(
-            1, num_substeps=ACCUM, is_compiled=speed.graphs_are_faster
+            1,
+            num_substeps=ACCUM,
+            is_compiled=speed.graphs_are_faster,
+            has_room=True,  # the network is small
         )
         processes = _on_processes(len(devices), ratio)
         reason = f" {_LAUNCHES} {remedies}.{processes}"

@@ -72,6 +72,22 @@ def most_allocated_bytes(device: torch.device) -> int:
     return 0 if allocated is None else int(allocated(device))
 
 
+def is_half_full(device: torch.device) -> bool:
+    """Whether tensors have had half of a device's memory or more.
+
+    Twice as much may not fit then. False if the device does not say.
+    """
+    num_bytes = most_allocated_bytes(device)
+    # Without tensors its module may belong to a build of torch that has no such device.
+    if not num_bytes:
+        return False
+    module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return False
+    _, total = module.mem_get_info(device)
+    return 2 * num_bytes >= int(total)
+
+
 def num_free_bytes(device: torch.device) -> int | None:
     """The bytes that new tensors can have, with those that torch has cached.
 

@@ -24,7 +24,6 @@ def make_report(outcome: Outcome, waited: float, schedule: Schedule) -> StepRepo
     for share_weights in attempt.weights.by_share:
         num_substeps += len(share_weights)
     graphs = GraphReport(schedule.replayed, num_substeps, schedule.why_eager)
-    compiler = attempt.replicas.of_model.compiler
     return StepReport(
         plan=attempt.plan,
         loss=outcome.loss,
@@ -40,6 +39,6 @@ def make_report(outcome: Outcome, waited: float, schedule: Schedule) -> StepRepo
         graphs=graphs,
         graphs_are_off=schedule.graphs_are_off,
         may_still_capture=schedule.may_still_capture,
-        is_compiled=compiler is not None,
+        is_compiled=attempt.replicas.has_compiled(),
         logged=dict(outcome.logged),
     )

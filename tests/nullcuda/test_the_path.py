@@ -363,6 +363,18 @@ print(sum(card.moved(device)["copy_peer"] for device in range(3)) > 0)
     assert outcomes[0] == outcomes[1]
 
 
+def test_tensors_of_half_a_memory_are_seen():
+    code = """
+from scatterpar.devices.memory import is_half_full
+for mib in (190, 220):
+    _ = torch.empty(mib << 20, dtype=torch.uint8, device="cuda:1")
+    del _
+    print(is_half_full(torch.device("cuda:1")), is_half_full(torch.device("cuda:0")))
+"""
+    words = script(code, NULLCUDA_MEMORY=str(400 << 20))
+    assert words == ["False", "False", "True", "False"]
+
+
 def test_gpus_of_unequal_memory():
     """One limit of rows per GPU; with ``accum="auto"`` the smallest GPU decides."""
     code = """

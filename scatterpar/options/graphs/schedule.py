@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from scatterpar.devices.memory import is_out_of_memory
+from scatterpar.devices.memory import is_half_full, is_out_of_memory
 from scatterpar.hints import remedies_of_launching
 from scatterpar.options.graphs.captures import ReplicaGraphs
 from scatterpar.options.graphs.decision import Decision, GraphStage, StepTimes
@@ -204,15 +204,22 @@ class Captured(Schedule):
         return ""
 
     def _told(self, why: str, attempt: Attempt) -> str:
-        """Why there are no graphs, and what else helps if devices wait; told once."""
+        """Why there are no graphs; told once, with what helps if devices wait.
+
+        Of each step the report's hint says what helps.
+        """
+        words = why
         if self._decision.devices_wait() and not self._decision.is_asked:
+            devices = {share.device for share in attempt.plan.shares}
             remedies = remedies_of_launching(
-                len(attempt.plan.shares),
+                len(devices),
                 num_substeps=_num_substeps(attempt),
                 is_compiled=attempt.replicas.has_compiled(),
+                has_room=not any(map(is_half_full, devices)),
             )
-            why = f"{why}; devices wait for the host here, what helps: {remedies}"
-        self._decision.tell(why)
+            if remedies:
+                words += f"; devices wait for the host here, what helps: {remedies}"
+        self._decision.tell(words)
         return why
 
     def _obstacle_of_step(self, attempt: Attempt) -> str:

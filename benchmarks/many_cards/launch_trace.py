@@ -120,11 +120,18 @@ def batch(network: str, rows: int, *, pageable: bool = False) -> tuple[Tensor, T
 
 
 def _engine_step(
-    network: str, cards: int, accum: int, graphs: str, *, pageable: bool = False
+    network: str,
+    cards: int,
+    accum: int,
+    graphs: str,
+    *,
+    pageable: bool = False,
+    fused: bool = False,
 ) -> Iterator[str]:
     """Take a step each time, with the optimizer's. Yields what became of graphs."""
     model = launching.network(network)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+    # By default torch chooses: one kernel for many parameters.
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=fused or None)
     inputs, targets = batch(network, cards * accum * _ROWS, pageable=pageable)
     criterion = nn.CrossEntropyLoss()
     devices = list(range(cards))
@@ -246,6 +253,7 @@ def main() -> None:
     add("--program", choices=PROGRAMS, default="step")
     add("--graphs", choices=GRAPHS, default="default")
     add("--pageable", action="store_true")
+    add("--fused", action="store_true")
     options = parser.parse_args()
     network, cards, accum = options.network, options.cards, options.accum
     record_hand_overs()
@@ -256,7 +264,12 @@ def main() -> None:
     else:
         if options.program == "step":
             steps = _engine_step(
-                network, cards, accum, options.graphs, pageable=options.pageable
+                network,
+                cards,
+                accum,
+                options.graphs,
+                pageable=options.pageable,
+                fused=options.fused,
             )
         else:
             steps = _call_step(network, cards, accum)

@@ -346,6 +346,10 @@ ROWS = (
     Case("resnet50", 0, 4),
     Case("gpt", 0, 16),
     Case("gpt", 0, 4),
+    Case("resnet50", 0, 16, fused=True),
+    Case("resnet50", 0, 8, fused=True),
+    Case("resnet50", 0, 4, fused=True),
+    Case("gpt", 0, 4, fused=True),
     Case("resnet50", 0, 16, pageable=True),
     Case("resnet50", 0, 16, graphs="off"),
     Case("resnet50", 0, 4, graphs="off"),
@@ -378,6 +382,8 @@ def print_table(options: Any, folder: Path) -> None:
             program = PROGRAMS[row.program]
             if row.pageable:
                 program += ", pageable rows"
+            if row.fused:
+                program += ", `AdamW(fused=True)`"
             head = f"| {row.network} | {program} | {row.accum} | {_graphs(cases)} |"
             print(f"{head} {' | '.join(cells)} |", flush=True)
 

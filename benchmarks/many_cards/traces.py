@@ -151,6 +151,7 @@ class Case(NamedTuple):
             ``trainer`` for a Trainer of transformers.
         graphs: a key of ``GRAPHS``.
         pageable: whether the batch is in pageable memory of the host.
+        fused: whether AdamW is the fused one, whose step takes one call of torch.
     """
 
     network: str
@@ -159,13 +160,15 @@ class Case(NamedTuple):
     program: str = "step"
     graphs: str = "default"
     pageable: bool = False
+    fused: bool = False
 
     @property
     def name(self) -> str:
         """A name for files."""
         pageable = "-pageable" if self.pageable else ""
+        fused = "-fused" if self.fused else ""
         parts = self.network, self.program, self.cards, self.accum, self.graphs
-        return "-".join(map(str, parts)) + pageable
+        return "-".join(map(str, parts)) + pageable + fused
 
 
 class Traced(NamedTuple):
@@ -205,6 +208,8 @@ def traced(case: Case, folder: Path) -> Traced:
         command += ["--graphs", case.graphs]
         if case.pageable:
             command.append("--pageable")
+        if case.fused:
+            command.append("--fused")
         environment = os.environ | {"NULLCUDA_DEVICES": str(case.cards)}
         subprocess.run(command, env=environment, check=True)
     content: dict[str, Any] = pickle.loads(file.read_bytes())

@@ -8,11 +8,12 @@
         loss = engine.forward_backward(images, labels, criterion)
         optimizer.step()
 
-The gradient is that of the whole batch, up to rounding. A loss whose parts do not
-combine raises ``ValueError`` before anything changes.
+You get the gradient of the whole batch, up to rounding. If the losses of parts do not
+combine into the loss of the batch, the step raises ``ValueError`` before anything
+changes.
 
-``python -m scatterpar doctor`` says what this machine has. ``splitcheck`` compares the
-gradient of a training loop in parts with that of the whole batch, without an engine.
+``python -m scatterpar doctor`` examines this machine. ``splitcheck`` checks whether any
+training loop gets the gradient of the whole batch from a batch in parts.
 """
 
 from scatterpar.batch.markers import Replicated, Rows

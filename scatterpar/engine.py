@@ -113,24 +113,24 @@ _MAX_REPLICAS = 2**16
 class ScatterOnceParallel(Wrapper[ModuleT]):
     """Train on very large batches with all the devices of one machine, in one process.
 
-    Computes ``criterion(module(inputs), targets).backward()`` for the whole batch as
-    one device with enough memory would, but with the rows divided over replicas of
-    ``module``, each of which computes its share in ``accum`` sub-steps. The batch is
+    Computes ``criterion(module(inputs), targets).backward()`` for the whole batch, as
+    one device with enough memory would. The rows are divided over replicas, copies of
+    ``module``. Each replica computes its share in ``accum`` sub-steps. The batch is
     scattered once, parameters are sent once, and gradients are reduced once.
 
     Args:
         module: any ``nn.Module`` on ``device_ids[0]``. Optimizers and checkpoints use
             it as before.
-        accum: sub-steps per replica, or ``"auto"``: start with one and, if memory runs
-            out, plan the same batch again with the fewest sub-steps that fit, which
-            later steps use, too. Calls without gradients have numbers of their own, per
+        accum: sub-steps per replica, or ``"auto"``: start with one. If memory runs out,
+            plan the same batch again with the fewest sub-steps that fit. Later steps
+            use this number, too. For calls without gradients a number is found per
             function and number of rows.
         device_ids: one entry per replica: ints (ordinals of the accelerator), strings
             or ``torch.device``. Replicas with equal entries share one memory: ``["cpu"]
             * 4`` are four in host memory, ``["cpu:0", "cpu:1"]`` two virtual devices
             with separate memories. Default: every visible accelerator, or a single CPU
-            replica if there is none; in one of several processes that see the same ones
-            (``torchrun --nproc-per-node 2``) its even part of them.
+            replica if there is none. If several processes see the same accelerators
+            (``torchrun --nproc-per-node 2``), each takes its part of them.
         micro_batch_size: maximal number of rows per sub-step, instead of ``accum``: one
             number, or one per replica for devices of unequal memory.
         dim: the dimension along which the batch is split into rows.
@@ -139,35 +139,37 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             sub-step, with the mean and unbiased variance over all rows.
         check_finite: raise ``FloatingPointError`` for a loss that is NaN or infinite.
         process_group: train together with other processes, one per machine. Each rank
-            passes its own rows; loss and gradients are those of all ranks' batches
-            together. If a rank fails, every rank raises an error in that step. At
+            passes its own rows; loss and gradients are computed over the rows of all
+            ranks. If a rank fails, every rank raises an error in that step. At
             construction all ranks get the parameters and buffers of rank 0. Inference
-            is separate on each rank, with its numbers of sub-steps.
+            is separate on each rank.
         shares: relative sizes of the replicas' shares, such as ``[3, 1]`` for a device
             that is three times as fast as the other. A larger share has more sub-steps,
             not larger ones.
-        accumulate_dtype: gradients of sub-steps, replicas and ranks are added in this
-            floating-point dtype, if theirs is not wider, such as ``torch.float32`` for
-            parameters in bfloat16. The sum is rounded once, to the dtype of ``.grad``.
-            In a call with a graph it holds for the gradients of all replicas except the
-            first, which autograd adds to ``.grad``.
+        accumulate_dtype: add gradients of sub-steps, replicas and ranks in this
+            floating-point dtype, such as ``torch.float32`` for parameters in bfloat16,
+            unless their own dtype is wider. The sum is rounded once, to the dtype of
+            ``.grad``. In a call with a graph this holds for all replicas except the
+            first, whose gradients autograd adds to ``.grad``.
         compile: ``True`` or a dict of ``torch.compile``'s keywords: replicas run
-            compiled, and the module itself is not changed. They do, too, if it was
-            compiled, as a whole or in parts.
-        verify: before steps 1, 2, 4, 8, … of a kind of criterion and batch, and when
-            labels go beyond the range that was seen, check a few rows: compute their
-            loss and gradient in one piece, by the user's own module and criterion in
-            plain torch, and in parts, as the step is about to. If these differ by more
-            than rounding, a ``ValueError`` before anything changes says what would be
-            right. An inconclusive check warns once. So do state that sub-steps change,
-            and outputs that depend on the other rows.
+            compiled, and the module itself is not changed. If the module was compiled,
+            as a whole or in parts, replicas run compiled as well.
+        verify: before steps 1, 2, 4, 8, … check a few rows: compute their loss and
+            gradient in one piece, by your own module and criterion in plain torch, and
+            in parts, as the step cuts the batch. If these differ by more than rounding,
+            the step raises ``ValueError`` before anything changes, and says what would
+            be right. Another criterion or structure of the batch starts the count
+            again, and labels beyond the range so far cause one more check. The step
+            warns once of an inconclusive check, of state that sub-steps change, and of
+            outputs that depend on the other rows.
         graphs: capture a sub-step (forward, criterion and backward) as a CUDA graph,
-            once per shape of micro-batch, and replay it. ``None``: after steps in which
-            devices waited for the host, if nothing speaks against it;
-            ``last_step.graphs`` says why not. ``True``: from the first step, and what
-            cannot be captured runs without, with one warning. ``False``: never. In each
-            step the last sub-step of each shape runs eagerly; if its operators are not
-            those of the capture, the step is computed without graphs.
+            once per shape of micro-batch, and replay it. ``None``: if devices waited
+            for the host in several steps, and the sub-step can be captured;
+            ``last_step.graphs`` says why not. ``True``: from the first step; a sub-step
+            that cannot be captured runs without a graph, with one warning. ``False``:
+            never. In each step the last sub-step of each shape runs without a graph; if
+            its operators differ from the capture's, the whole step is computed without
+            graphs.
 
     Attributes:
         module: the user's module.
@@ -399,13 +401,13 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 that is applied to the detached output of each micro-batch, to return
                 its results.
             whole_batch: the criterion sees the outputs and targets of all rows,
-                joined in row order on the master, for losses that compare rows with
-                each other. It is called once, in the caller's thread. Every micro-batch
-                except a replica's last one is computed twice, with the same random
-                numbers and from the same state.
+                joined in row order on the first device, for losses that compare rows
+                with each other. It is called once, in the caller's thread. Every
+                micro-batch except a replica's last one is computed twice, with the same
+                random numbers and from the same state.
 
         Returns:
-            The loss of the whole batch, 0-dim, detached, on the master. With
+            The loss of the whole batch, 0-dim, detached, on the first device. With
             ``return_outputs`` a pair of the loss and the outputs: a tuple with one
             entry per replica used, detached, each on its replica's device.
 
@@ -452,8 +454,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         that small gradients in half precision do not vanish, but not to the loss.
 
         Returns:
-            The whole batch's loss, 0-dim, on the master, for one backward pass; with
-            ``return_outputs`` a pair of it and the outputs, detached. Under
+            The loss of the whole batch, 0-dim, on the first device, for one backward
+            pass; with ``return_outputs`` a pair of the loss and the outputs. Under
             ``torch.no_grad()`` only forward passes run, and the loss has no graph.
 
         Raises:
@@ -677,9 +679,9 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
 
         Returns:
             The module's output for the whole batch, in the same nested types, on the
-            master, in row order. 0-dim tensors are combined as a loss is. If the inputs
-            have ``Rows`` or another marker with rows, lists with one entry per row are
-            concatenated.
+            first device, in row order. 0-dim tensors are combined as a loss is. If the
+            inputs have ``Rows`` or another marker with rows, lists with one entry per
+            row are concatenated.
 
         Raises:
             ValueError: outputs that cannot be joined, or several batches; with a graph,
@@ -709,8 +711,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
     ) -> Any:
         """A call of the module, or of a part of it, by all replicas: for integrations.
 
-        A part whose rows or outputs cannot be divided is computed on the master, with
-        one warning.
+        A part whose rows or outputs cannot be divided is computed on the first device,
+        with one warning.
         """
         options = CallOptions(
             self.dim, self.shares, self.verify, self.check_finite, self.verify
@@ -775,11 +777,11 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             kwargs: keyword arguments of the function, with rows or without.
 
         Returns:
-            The results for the whole batch, on the master, in row order and in the same
-            nested types. Tensors with rows are joined along ``dim``, 0-dim tensors
-            averaged over the rows, lists with one entry per row concatenated. Equal
-            plain values are returned once. Anything else becomes a list with one entry
-            per micro-batch, unless there is only one micro-batch.
+            The results for the whole batch, on the first device, in row order and in
+            the same nested types. Tensors with rows are joined along ``dim``, 0-dim
+            tensors averaged over the rows, lists with one entry per row concatenated.
+            Equal plain values are returned once. Anything else becomes a list with one
+            entry per micro-batch, unless there is only one micro-batch.
 
         Raises:
             ValueError: a function that refers to the module itself, tensors that cannot
@@ -842,13 +844,12 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         count: CountFunction | None = None,
         whole_batch: bool = False,
     ) -> GradientCheck:
-        """Compare the gradient of one batch with that of a plain backward pass on the
-        master.
+        """Compare the gradient of one batch with plain torch's on the first device.
 
-        Takes the arguments of ``forward_backward``. The batch must fit on the master; a
-        small batch is sufficient. Nothing is changed: parameters, ``.grad``, buffers,
-        random state and ``last_step`` stay the same, and no hook on a parameter runs.
-        With a process group each rank compares its own rows.
+        Takes the arguments of ``forward_backward``. The batch must fit on the first
+        device; a small batch is sufficient. Nothing is changed: parameters, ``.grad``,
+        buffers, random state and ``last_step`` stay the same, and no hook on a
+        parameter runs. With a process group each rank compares its own rows.
 
         Returns:
             A report with ``.worst``, the largest relative difference of a parameter,

@@ -84,7 +84,7 @@ class _Copies(NamedTuple):
 class ShardedOptimizer(Optimizer):
     """``optimizer_class`` with its state distributed over the devices of an engine.
 
-    The user's parameters, ``.grad`` and ``param_groups`` stay on the master, so
+    Your parameters, ``.grad`` and ``param_groups`` stay on the first device, so
     clipping, ``GradScaler``, schedulers and hooks work as usual. Each parameter has one
     owner among the devices, which stores its state. A step sends the owners their
     gradients, computes the update there, and sends the new values to all devices. The
@@ -99,9 +99,9 @@ class ShardedOptimizer(Optimizer):
         engine: the engine whose devices store the state.
         optimizer_class: an optimizer class that updates each parameter separately, such
             as ``torch.optim.AdamW``, or a function that makes such an optimizer.
-        params: parameters or parameter groups on the master; by default all parameters
+        params: parameters or parameter groups on the first device; by default all those
             of ``engine.module``. Parameters outside the module, and buffers that are
-            trained, are updated on the master.
+            trained, are updated on the first device.
         elementwise: you know that the class treats each parameter by itself: it reads
             and writes the parameters in ``param_groups``, and keeps what it remembers
             of one in ``state[parameter]``. torch's classes except ``LBFGS``, and those
@@ -240,7 +240,7 @@ class ShardedOptimizer(Optimizer):
         Raises:
             RuntimeError: inside a step of the engine, or after its ``close()``. With
                 several devices: the class did not write a parameter that another device
-                owns, or wrote it on the master.
+                owns, or wrote it on the first device.
 
         Exceptions of ``optimizer_class`` are raised unchanged.
         """

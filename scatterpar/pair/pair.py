@@ -227,7 +227,7 @@ class DataParallelCriterion(_OfPair[Criterion]):
 
     Attributes:
         logged: the numbers of a criterion that returns ``(loss, numbers)``, combined
-            as the loss of the latest call: 0-dim tensors on the master, by name.
+            as the loss of the latest call: 0-dim tensors on the first device, by name.
 
     Raises:
         TypeError: ``criterion`` is a class or cannot be called, or ``device_ids`` is no
@@ -275,7 +275,7 @@ class DataParallelCriterion(_OfPair[Criterion]):
         reduction: Reduction | None = None,
         count: CountFunction | None = None,
     ) -> Tensor:
-        """The loss of the whole batch, 0-dim, on the master, for ``loss.backward()``.
+        """The loss of the whole batch, 0-dim, on the first device.
 
         Args:
             outputs: the tuple that ``DataParallelModel`` returned, with one entry per

@@ -45,18 +45,18 @@ class GradientCheck(Printed):
 
     Attributes:
         rows: the size of the batch.
-        worst: the largest relative difference of a parameter: the largest difference of
-            an entry over the largest entry, or over a hundredth of the largest of all
-            parameters, if that is more: a gradient that is zero is computed as
-            rounding. Infinite for NaN, or if only one of the two has a gradient and it
-            is not zero.
+        worst: the largest relative difference of a parameter. For one parameter this is
+            the largest difference of an entry, divided by the largest entry of the
+            parameter, or by a hundredth of the largest entry of all parameters if that
+            is more (a gradient of zero is computed as rounding). Infinite for NaN, or
+            if only one of the two has a gradient and it is not zero.
         parameter: the name of this parameter.
         limit: the largest difference that rounding explains, given the coarsest format
             that the step rounds to.
         meaning: possible reasons of a difference.
-        in_double: whether both were computed in float64. They are if they differ by
-            more than the limit in the step's own format, and what differs is rounding
-            there, too, because gradients of rows nearly cancel.
+        in_double: whether both were computed in float64, because in the step's own
+            format rounding alone makes more than the limit: gradients of rows nearly
+            cancel.
     """
 
     rows: int

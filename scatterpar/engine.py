@@ -709,7 +709,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
     def call_part(
         self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A call of the module, or of a part of it, by all replicas: for integrations.
+        """Call the module, or a part of it, by all replicas: for integrations.
 
         A part whose rows or outputs cannot be divided is computed on the first device,
         with one warning.

@@ -116,12 +116,12 @@ class Batch:
         return Batch(atoms, self.structure, self.rows, self.first_row)
 
     def without_targets(self) -> Batch:
-        """The inputs alone."""
+        """The batch with its inputs alone."""
         dim = self.structure.dim
         return batch_of(self.inputs, None, self.rows, dim, self.first_row)
 
     def without_inputs(self) -> Batch:
-        """The targets alone."""
+        """The batch with its targets alone."""
         dim = self.structure.dim
         return batch_of(None, self.targets, self.rows, dim, self.first_row)
 

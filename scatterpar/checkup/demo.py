@@ -74,7 +74,7 @@ def criterion(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def make_batch() -> tuple[Tensor, Tensor]:
-    """Words and labels, both of shape ``(TEXTS, LENGTH)``; most texts are short."""
+    """Draw words and labels of shape ``(TEXTS, LENGTH)``; most texts are short."""
     lengths = torch.randint(2, LENGTH // 4, (TEXTS,))
     long_texts = torch.randperm(TEXTS)[: TEXTS // 8]
     lengths[long_texts] = LENGTH
@@ -89,7 +89,7 @@ def make_batch() -> tuple[Tensor, Tensor]:
 
 
 def take_gradient(model: nn.Module) -> Tensor:
-    """The gradient of all parameters as one vector, which is then cleared."""
+    """Take the gradient of all parameters, as one vector; none is left."""
     # Cleared, so that the next way to accumulate begins with nothing.
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     gradient = parameters_to_vector(gradients)

@@ -37,7 +37,7 @@ class DeviceClock:
         self._start = time.perf_counter()
 
     def stop(self) -> None:
-        """Everything is launched."""
+        """Take the time of the last launch."""
         self.launching = time.perf_counter() - self._start
         self._last = _recorded(self._device)
 

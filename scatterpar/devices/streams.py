@@ -124,8 +124,8 @@ def _duplicate(stream: torch.Stream) -> torch.Stream:
 
 
 def record_event(device: torch.device) -> torch.Event:
-    """An event that completes when ``device`` has done the work of its current stream
-    so far.
+    """Record an event, which completes when ``device`` has done the work of its current
+    stream so far.
 
     Waiting threads sleep, if the backend has such events, and do not keep a core busy.
     """

@@ -64,8 +64,8 @@ class Transfers:
         self._followed.append(transfers)
 
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
-        """A copy of ``tensor`` in the memory of ``device``, with the same memory
-        format.
+        """Copy ``tensor`` to the memory of ``device``, in the same memory format, and
+        count it.
         """
         self.count(tensor, phase)
         non_blocking = has_streams(device)
@@ -152,7 +152,7 @@ class Prefetcher(Transfers):
         del groups  # only now: copies have been writing the targets
 
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
-        """A copy of ``tensor`` in the memory of ``device``.
+        """Request a copy of ``tensor`` in the memory of ``device``, and count it.
 
         It may be read after ``wait_on_stream``.
         """

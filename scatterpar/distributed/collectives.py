@@ -227,7 +227,8 @@ class Collectives:
     def _exchange(
         self, summands: Sequence[float], status: int
     ) -> tuple[list[float], list[int]]:
-        """The sums of ``summands`` over all ranks, and each rank's ``status``.
+        """Exchange numbers with all ranks. Returns the sums of ``summands``, and each
+        rank's ``status``.
 
         One collective: a rank adds zeros to the places of the other ranks' statuses.
         """

@@ -124,7 +124,7 @@ class Ranks:
             raise
 
     def sum_of_all(self, outcome: Outcome) -> Outcome:
-        """The outcome of all ranks together, the same bits on each.
+        """Add up the outcomes of all ranks. Returns that of all, the same bits on each.
 
         Call it in the body of ``failing_together``.
         """
@@ -331,7 +331,9 @@ def _sendable(value: Tensor, dtypes: set[torch.dtype]) -> Tensor:
 
 
 def _packed_by_dtype(parts: _SumParts) -> tuple[list[Tensor], _SumParts]:
-    """One 1-D tensor per dtype with all ``parts``, and a view of it for each part."""
+    """Pack ``parts`` into a 1-D tensor per dtype. Returns these, and views of them for
+    the parts.
+    """
     by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
     for part in nested.tensors(parts):
         by_dtype[part.dtype].append(part)
@@ -363,7 +365,7 @@ class Payload(NamedTuple):
 
 
 def pack_payload(tensors: Sequence[Tensor], seed: int, rows: int) -> Tensor:
-    """A 1-D byte tensor: the bytes of the tensors, then of the numbers and sizes."""
+    """Pack a rank's message: bytes of the tensors, then of the numbers and sizes."""
     sizes: list[int] = []
     for tensor in tensors:
         sizes += tensor.shape

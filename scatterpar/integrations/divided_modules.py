@@ -155,7 +155,10 @@ class DividedModules:
 
     @never_compiled
     def call(self, call: _DividedCall, args: Any, kwargs: Any) -> Any:
-        """The output of a module; with the batch's rows, or of a model, divided."""
+        """Run a call of a module, divided if it has the batch's rows or is a model's.
+
+        Returns its output.
+        """
         if not call.is_model and not self._is_of_batch(call, args, kwargs):
             return call.plain(*args, **kwargs)
         # A loss may exchange ``forward`` for an object that keeps outputs, as
@@ -202,7 +205,7 @@ class DividedModules:
         return bool(tensors)
 
     def compute(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The output of a module that the engine has."""
+        """Let the engine call a module that it has. Returns the output."""
         return self.engine.call_part(module, args, kwargs)
 
     def generate(self, call: _DividedCall, args: Any, kwargs: Any) -> Any:
@@ -238,7 +241,7 @@ class _DividedCall:
         self._can_generate = callable(getattr(type(module), "generate", None))
 
     def install(self) -> None:
-        """From now on, the module's calls are those of this object."""
+        """Let this object run the module's calls, until ``remove``."""
         attributes = vars(self.module)
         # torch's own place for what runs a call of this one module.
         self._compiled = attributes.get("_compiled_call_impl")
@@ -247,7 +250,7 @@ class _DividedCall:
             attributes["generate"] = self._generate
 
     def remove(self) -> None:
-        """The module is called as before."""
+        """Let torch run the module's calls as before ``install``."""
         attributes = vars(self.module)
         del attributes["_compiled_call_impl"]
         if self._compiled is not None:

@@ -164,7 +164,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             return step(model, inputs, *args, **kwargs)
 
     def _divided_model(self, model: nn.Module) -> DividedModules:
-        """The division of this model, which a search of hyperparameters replaces."""
+        """Find or make the division of this model. A search of hyperparameters replaces
+        the model.
+        """
         divided = self._divided
         if divided is None or not divided.is_of(model):
             self._close()
@@ -181,7 +183,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             self._divided = None
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's optimizer; with ``shard_optimizer`` as a
+        """Create the Trainer's optimizer; with ``shard_optimizer`` as a
         ``ShardedOptimizer``.
         """
         optimizer = super().create_optimizer(*args, **kwargs)

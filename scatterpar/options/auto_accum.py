@@ -145,7 +145,7 @@ class Search(Tries[Result]):
         return True
 
     def keep(self, attempt: Attempt) -> None:
-        """Later calls begin with this number of sub-steps; warns if it is new."""
+        """Let later calls begin with this number of sub-steps; warn if it is new."""
         super().keep(attempt)
         with attempt.undo:  # warnings may be errors
             self._keep(self._accum)

@@ -81,7 +81,7 @@ def map_rows(
     module: nn.Module,
     row_function: RowFunction,
 ) -> Mapped:
-    """The function's results for the whole batch, joined on the master.
+    """Call a function for the whole batch. Returns its results, joined on the master.
 
     The request's inputs are a pair of positional and keyword arguments. Lists in a
     module's output may be lists of tensors, and then are not joined. A trial joins

@@ -323,7 +323,7 @@ class WholeBatch:
         return copy
 
     def _joined_targets(self, batches: Sequence[Batch]) -> Any:
-        """The targets of all batches on the master, with their markers."""
+        """Join the targets of all batches on the master, with their markers."""
         on_master = [
             batch_on_device(
                 batch.without_inputs(), self._master, self._attempt.transfers

@@ -67,7 +67,7 @@ class _Failure:
 
 
 def run_on_ranks(job: RankJob, seconds: float) -> list[StepResult]:
-    """The results of all ranks, in order.
+    """Run a job in a process per rank. Returns the results of all ranks, in order.
 
     Raises:
         RuntimeError: a rank failed, or its process ended. All others are killed.

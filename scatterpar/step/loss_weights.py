@@ -60,7 +60,7 @@ class LossWeights(NamedTuple):
 def compute_loss_weights(
     request: Request, plan: Plan, pieces: Iterable[tuple[Any, Any]] | None
 ) -> LossWeights:
-    """The factors with which the losses of a plan's micro-batches combine.
+    """Compute the factors with which the losses of a plan's micro-batches combine.
 
     ``pieces`` are the micro-batches, in the plan's order. Without them micro-batches
     have no losses: the factors are numbers of rows, which weigh outputs.

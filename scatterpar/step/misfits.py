@@ -147,7 +147,7 @@ def add_advice(error: BaseException, request: Request) -> None:
 
 
 def _explain_pair(error: BaseException, request: Request) -> None:
-    """Inputs and targets of a loader, passed as one list or tuple."""
+    """Explain inputs and targets of a loader that were passed as one list or tuple."""
     batch = request.batches[0]
     inputs = batch.inputs
     if batch.targets is not None or not isinstance(inputs, (list, tuple)):
@@ -166,7 +166,7 @@ def _explain_pair(error: BaseException, request: Request) -> None:
 
 
 def _explain_whole_batch(error: BaseException, request: Request) -> None:
-    """A tensor of the whole batch, to which the criterion refers itself."""
+    """Explain a tensor of the whole batch, to which the criterion refers itself."""
     if not re.search(rf"\b{request.rows}\b", str(error)):
         return
     walk = Walk([request.criterion, request.count])

@@ -247,7 +247,7 @@ class _Device:
             turn >>= 1
 
     def _receive(self, piece: Piece[int], sender: _Device) -> Tensor:
-        """The buffer into which the piece of another device is copied."""
+        """Copy the piece of another device into a free buffer, which is returned."""
         parts = piece.of(sender._flat)
         source = parts[0]
         if len(parts) > 1:
@@ -276,7 +276,7 @@ class _Device:
         return second
 
     def end(self) -> None:
-        """All have arrived: the sum may be sent."""
+        """Note that all pieces have arrived: the sum may be sent."""
         (self._sum,) = self._partial_sums
         self._partial_sums = [None]
         self._lanes.send_arrived(self._device)

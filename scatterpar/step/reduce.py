@@ -138,7 +138,8 @@ def reduce_gradients(
     external: Sequence[Gradient],
     flat: Sequence[FlatGradients | None] = (),
 ) -> list[Gradient]:
-    """The user's trained leaves, each with the sum of its gradients, on the master.
+    """Add up the replicas' gradients on the master. Returns the user's trained leaves,
+    each with its sum.
 
     The sum is ``None`` if no replica used the leaf. ``external`` has gradients that
     reached the user's own leaves directly; ``flat`` those of replicas whose leaves have
@@ -213,8 +214,8 @@ def _by_number(flat: FlatGradients, trained: Sequence[int]) -> dict[int, Tensor]
 def reduce_buffers(
     attempt: Attempt,
 ) -> tuple[list[BufferValue], MemoryChanges, StepStatistics | None]:
-    """The buffers' values after the step, those that share memory with others than
-    before, and the statistics of the step.
+    """Find what the step has made of buffers. Returns their values, those that share
+    memory with others than before, and the statistics of the step.
 
     Buffers that are updated once per step from the statistics are left out, and those
     that the criterion has written, which keep its values.
@@ -244,7 +245,8 @@ def sum_in_order(
     *,
     in_place: bool,
 ) -> dict[int, Tensor]:
-    """For each index of a tensor: the sum of its gradients, on ``devices[0]``.
+    """Add up gradients, in the tree's order. Returns the sums by index of their tensor,
+    on ``devices[0]``.
 
     With ``in_place``, dense gradients are overwritten; otherwise autograd records the
     sum.
@@ -366,7 +368,7 @@ def join_on_master(
     *,
     names_map: bool = False,
 ) -> Any:
-    """The outputs of all micro-batches as one, on the master, in the batch's order.
+    """Join the outputs of all micro-batches on the master, in the batch's order.
 
     0-dim tensors are averaged with the weights of ``attempt``. ``lists``, ``pad``
     and ``names_map`` are those of ``join_rows``.

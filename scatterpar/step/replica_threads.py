@@ -69,7 +69,7 @@ class ReplicaThreads:
         self._is_of_call = is_of_call
 
     def widen(self, scope: Scope) -> None:
-        """From the next pass on, a turn includes at least this."""
+        """Let a turn include at least this, from the next pass on."""
         self.scope = max(self.scope, scope)
 
     def run(

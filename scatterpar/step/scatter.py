@@ -44,9 +44,9 @@ def micro_batches(batches: Sequence[Batch], plan: Plan) -> Iterator[tuple[Any, A
 def scatter(
     batches: Sequence[Batch], plan: Plan, transfers: Transfers
 ) -> list[ShareLoader]:
-    """A loader per share.
+    """Copy values without rows to the devices. Returns a loader per share.
 
-    Copies values without rows; the loaders copy rows when they are requested.
+    The loaders copy rows when they are requested.
     """
     sources: set[torch.device] = set()
     is_marked = False
@@ -104,7 +104,7 @@ class ShareLoader:
         return batch.select(range(start - batch.first_row, stop - batch.first_row))
 
     def load(self, sub_step: int, *, retain: bool = False) -> tuple[Any, Any]:
-        """The inputs and targets of one micro-batch; starts to copy the next ones.
+        """Load the inputs and targets of one micro-batch; start to copy the next ones.
 
         With ``retain`` the rows stay on the device for a later call.
         """

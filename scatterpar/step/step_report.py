@@ -8,7 +8,7 @@ from scatterpar.step.substeps import Schedule
 
 
 def make_report(outcome: Outcome, waited: float, schedule: Schedule) -> StepReport:
-    """The report of a step, which began ``waited`` seconds after the last one."""
+    """Report a step, which began ``waited`` seconds after the last one."""
     attempt = outcome.attempt
     device_seconds: list[float] = []
     launch_seconds: list[float] = []

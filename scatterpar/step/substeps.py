@@ -185,8 +185,8 @@ class Schedule:
         replayed: the number of sub-steps of the latest step that were replayed.
         why_eager: why none was; empty with graphs.
         graphs_are_off: whether ``graphs=False`` is the reason.
-        may_still_capture: whether later sub-steps become graphs if devices go on
-            waiting.
+        may_still_capture: whether sub-steps of later steps become graphs if devices go
+            on waiting; said anew in each step.
     """
 
     replicas_of_criterion: int | None = None
@@ -205,7 +205,7 @@ class Schedule:
         return False
 
     def without_graphs(self, why: str) -> str:
-        """Why another schedule has no graphs; a warning, if the user asked for them."""
+        """Returns why another schedule has no graphs; warns if the user wants them."""
         return why
 
     def drop_graphs_after(self, _: Exception) -> bool:

@@ -72,7 +72,7 @@ class ReplicaTask:
         return self.threads.turn(scope, self.share.replica, sub_step)
 
     def restore_replicas(self) -> None:
-        """Before the replicas are called: undo what earlier calls have rebound."""
+        """Undo what earlier calls of the replicas have rebound, before the next one."""
         for replica in self.replicas:
             replica.restore()
 
@@ -140,7 +140,7 @@ class ReplicaTask:
 
 
 def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[ReplicaTask]:
-    """One task per share: with fewer rows than replicas, the last replicas have none.
+    """Make a task per share: with fewer rows than replicas, the last ones have none.
 
     Replicas are refreshed before, and the attempt's weights are known.
     """

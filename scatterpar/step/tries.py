@@ -65,7 +65,7 @@ class Tries(Generic[Result]):
         self._workers = workers
 
     def __enter__(self) -> None:
-        """The present try begins."""
+        """Begin the present try."""
 
     def __exit__(
         self,
@@ -98,7 +98,7 @@ class Tries(Generic[Result]):
         return True
 
     def keep(self, attempt: Attempt) -> None:
-        """The present try was the whole call. Drop its result, which the caller has."""
+        """Accept the present try as the whole call. The caller has the result."""
         self.result = None
 
     def _free(self, error: Exception | None) -> None:

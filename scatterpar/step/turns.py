@@ -64,7 +64,7 @@ class TurnOrder:
             self._pending = dict.fromkeys(_in_order(shares))
 
     def leave(self, replica: int) -> None:
-        """The replica has no more sub-steps, so nobody waits for its turns."""
+        """Drop the turns of a replica that has no more sub-steps."""
         with self._cancel.changed:
             for turn in list(self._pending):
                 if turn[0] == replica:

@@ -129,9 +129,9 @@ _UNREADABLE = object()
 
 
 def _read_all(readers: Sequence[Callable[[], Any]]) -> list[Any]:
-    """The values of settings, ``_UNREADABLE`` for those that cannot be read.
+    """Read the values of settings; ``_UNREADABLE`` if one cannot be read.
 
-    Those are settings of TF32 after a program has used torch's older and newer ones,
+    Such are settings of TF32 after a program has used torch's older and newer ones,
     and a working directory that does not exist any more.
     """
     try:
@@ -173,12 +173,12 @@ FULL_FLOAT32 = ForAllThreads(_full_float32)
 
 
 def settings_of_torch() -> list[Any]:
-    """The settings on which operators of torch depend, to be compared."""
+    """Read the settings on which operators of torch depend, to be compared."""
     return _read_all(_READERS_OF_TORCH)
 
 
 def read_settings() -> SettingValues:
-    """The settings of the process, to be restored."""
+    """Read the settings of the process, to be restored."""
     # A context may change the list of filters, or exchange it for another one.
     return _read_all(_READERS), list(warnings.filters)
 

@@ -387,7 +387,7 @@ class Workers:
         memory.empty_cache()
 
     def _await_deferred_frees(self) -> None:
-        """In free-threaded Python, wait until idle workers have freed their objects."""
+        """Wait until idle workers have freed their objects, in free-threaded Python."""
         if _FREE_THREADED:
             # Several rounds: a freed object may refer to one of another worker.
             time.sleep(3 * _IDLE_SECONDS)

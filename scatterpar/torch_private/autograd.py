@@ -176,7 +176,7 @@ def is_function_of_user(node: Any) -> bool:
 
 
 def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """``torch.autograd.backward`` without its checks of the arguments.
+    """Run ``torch.autograd.backward`` without its checks of the arguments.
 
     The checks take as long as the backward pass of a small operator, and hold the GIL.
     All arguments come from the package, and autograd's engine still refuses wrong

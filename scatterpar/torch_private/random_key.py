@@ -63,7 +63,7 @@ def register_random_kernels(
     kernel_of: Callable[[Any, int], Callable[..., Any]],
     make_dual: Callable[..., Tensor],
 ) -> tuple[Library, ...]:
-    """In threads that have the key on, replace random operators.
+    """Replace random operators, in threads that have the key on.
 
     ``kernel_of(operator, position)`` makes the kernel. The operators are torch's that
     take a generator, as the argument at ``position``. ``make_dual`` is the kernel of

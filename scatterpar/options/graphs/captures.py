@@ -164,7 +164,7 @@ class ReplicaGraphs:
         self.forget()
 
     def begin(self, task: ReplicaTask, facts: Sequence[Any]) -> None:
-        """Before a step: drop the graphs if their memory has been exchanged, or one of
+        """Drop the graphs, before a step, if their memory has been exchanged, or one of
         the ``facts`` of all replicas is another.
         """
         # The tape of one replica says nothing of the addresses of another one.
@@ -186,7 +186,7 @@ class ReplicaGraphs:
         self._pool: Any = None
 
     def find(self, key: Hashable, step: int) -> Graph | None:
-        """The graph of this key, if there is one."""
+        """Find the graph of this key, if there is one. It is used in ``step``."""
         graph = self.by_shape.pop(key, None)
         if graph is not None:
             self.by_shape[key] = graph
@@ -194,7 +194,10 @@ class ReplicaGraphs:
         return graph
 
     def make_room(self, step: int) -> bool:
-        """Whether there is room for another graph; drops the one unused for longest."""
+        """Make room for one more graph, by dropping the one unused for longest.
+
+        Returns ``False`` if this step uses all of them.
+        """
         if len(self.by_shape) < _SHAPES:
             return True
         oldest = next(iter(self.by_shape))
@@ -208,7 +211,7 @@ class ReplicaGraphs:
         return sum(graph.replay is not None for graph in self.by_shape.values())
 
     def static_like(self, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Static tensors for the gradients of these leaves.
+        """Make static tensors for the gradients of these leaves, unless they exist.
 
         One per leaf for all graphs of the replica: sub-steps of all shapes add to it.
         """

@@ -152,11 +152,11 @@ class Decision:
     # --- what changes ---
 
     def confirm(self) -> None:
-        """A step's tapes were those of its captures."""
+        """Count a step whose tapes were those of its captures."""
         self._steps_without_change += 1
 
     def changed(self, where: str) -> None:
-        """A tape was not that of the capture."""
+        """Count a tape that was not that of the capture; refuse after too many."""
         self._changes += 1
         allowed = _FREE_CHANGES + self._steps_without_change // _STEPS_PER_CHANGE
         if self._changes > allowed:
@@ -174,13 +174,13 @@ class Decision:
         return self._steps_of_waiting >= _STEPS_OF_WAITING
 
     def begin(self) -> None:
-        """From this step on, sub-steps are captured."""
+        """Go on from WATCHING to CAPTURING: this step is the first with graphs."""
         if self.stage is GraphStage.WATCHING:
             logger.info("graphs: devices wait for the host; sub-steps are captured")
             self.stage = GraphStage.CAPTURING
 
     def see_eager(self, times: StepTimes) -> None:
-        """A step has run without graphs."""
+        """Note the times of a step that has run without graphs."""
         self.wait = times.wait()
         if not times.devices_waited():
             self._steps_of_waiting = 0
@@ -191,7 +191,10 @@ class Decision:
             self._eager.append(seconds)
 
     def see_captured(self, times: StepTimes) -> None:
-        """A step has replayed all except what each step proves."""
+        """Note the times of a step that has replayed all except what each step proves.
+
+        After enough such steps, go on from CAPTURING to REPLAYING, or refuse.
+        """
         if self.stage is not GraphStage.CAPTURING:
             return
         seconds = times.per_row()

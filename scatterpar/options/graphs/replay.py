@@ -211,7 +211,7 @@ class GraphedSubsteps(Substeps):
         return loss, output
 
     def _start_again(self, graph: Graph, where: str) -> None:
-        """The tapes of two runs before the capture differ."""
+        """Drop the tapes, of which two differ. Refuse if they are of one step."""
         graph.tapes.clear()
         # Between two steps the user may have changed something.
         if graph.step == self._plan.step.step:

@@ -137,7 +137,7 @@ class Captured(Schedule):
         return any(graphs.num_captured() for graphs in self._by_replica)
 
     def without_graphs(self, why: str) -> str:
-        """The words of the report for a step of another schedule."""
+        """As ``Schedule.without_graphs``: the words are for the report."""
         if self._decision.is_asked:
             self._decision.tell(why)
         return super().without_graphs(why)

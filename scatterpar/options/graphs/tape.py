@@ -147,7 +147,7 @@ class Tape(OperatorMode):
         return self._memory.keys() - {0}
 
     def add_place(self, tensor: Tensor) -> None:
-        """From here on, this tensor is known by its place."""
+        """Know this tensor by its place, from here on."""
         self._places += 1
         self._origins[tensor.data_ptr()] = -self._places
 
@@ -163,7 +163,7 @@ class Tape(OperatorMode):
                 )
 
     def end(self) -> None:
-        """After the run: see whether it has set a generator."""
+        """See whether the run, which has ended, has set a generator."""
         self._watch_generator()
         self._state = None
         self._host_results.clear()

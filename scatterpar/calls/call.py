@@ -154,7 +154,7 @@ class Calls:
     def call(
         self, module: nn.Module, arguments: Arguments, options: CallOptions
     ) -> Any:
-        """The output of ``module(*args, **kwargs)``, which the replicas compute.
+        """Let the replicas compute ``module(*args, **kwargs)``. Returns the output.
 
         ``module`` is the root, or a part of it. ``arguments`` are ``(args, kwargs)``.
         What cannot be divided is computed by ``module`` itself, on the master, which is
@@ -189,7 +189,7 @@ class Calls:
     def outputs(
         self, module: nn.Module, arguments: Arguments, options: CallOptions
     ) -> tuple[tuple[Any, ...], Plan]:
-        """The outputs of the replicas, each on its device, and the plan."""
+        """Call the replicas. Returns their outputs, where they are, and the plan."""
         with self._replicas_called(module, arguments, options) as computed:
             division = computed.division
             found = nested.tensors(computed.outputs)
@@ -224,7 +224,7 @@ class Calls:
         return ""
 
     def _on_master(self, module: nn.Module, arguments: Arguments, why: str) -> Any:
-        """The output of the module itself, in the caller's thread."""
+        """Call the module itself, in the caller's thread."""
         args, kwargs = unwrap_markers(arguments)
         self._tell_of_master(module, why)
         try:
@@ -330,7 +330,7 @@ class Calls:
         by_share: Sequence[Any],
         writes: RowWrites,
     ) -> list[Any]:
-        """The output of each share."""
+        """Call each replica with its share. Returns the output of each share."""
 
         def work(replica: int, proceed: Proceed) -> Any:
             args, kwargs = by_share[replica]
@@ -399,7 +399,7 @@ class Calls:
     # --- the output ---
 
     def _joined(self, computed: OutputsOfReplicas, options: CallOptions) -> Any:
-        """The output of all rows, on the master, with a graph."""
+        """Join the outputs of all rows, on the master, with a graph."""
         outputs = computed.outputs
         division = computed.division
         if len(outputs) == 1:
@@ -469,7 +469,10 @@ class Calls:
 def _joined_later(
     outputs: Sequence[Any], join: Callable[[Sequence[Any]], Any]
 ) -> Any | None:
-    """An output whose entries with rows are joined when they are read; if it can be."""
+    """Make an output whose entries with rows are joined when they are read.
+
+    Returns ``None`` if that is not possible.
+    """
     if len(set(map(type, outputs))) > 1:
         return None
     by_replica = list(map(entries_by_name, outputs))

@@ -116,7 +116,7 @@ class CallLooks:
         return rules
 
     def tell(self) -> None:
-        """The call has succeeded: warn of what looks have found."""
+        """Warn, after a call that has succeeded, of what looks have found."""
         for verifier in self._verifiers.values():
             verifier.tell()
 

@@ -23,7 +23,7 @@ class AutogradTransfers(Transfers):
         phase: str,
         origin: torch.device | None = None,
     ) -> Tensor:
-        """A copy of ``tensor`` on ``device``, from ``origin`` if that is virtual.
+        """Copy ``tensor`` to ``device``, from ``origin`` if that is virtual.
 
         It is in autograd's graph if ``tensor`` requires grad.
         """

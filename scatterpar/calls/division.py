@@ -65,7 +65,9 @@ class Division:
         return use_device(self.master, self._streams)
 
     def split_call(self, arguments: Any) -> list[Any]:
-        """The arguments of each share, which share no memory with ``arguments``."""
+        """Split the arguments of a call into those of each share, which share no memory
+        with ``arguments``.
+        """
         batch = batch_of(arguments, None, self.plan.rows, self.dim)
         # Only a tensor that is on a share's device may be passed on as it is.
         sources = batch.devices()
@@ -100,7 +102,7 @@ class Division:
         return parts
 
     def split(self, whole: Tensor) -> tuple[Tensor, ...]:
-        """The rows of each share, on its device."""
+        """Split rows into those of each share, on its device."""
         parts: list[Tensor] = []
         for share, device in zip(self.plan.shares, self.devices, strict=True):
             part = whole.narrow(self.dim, share.start, share.rows)
@@ -133,7 +135,7 @@ class Division:
         return whole
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """All rows, on the master, with a graph if a part has one."""
+        """Join all rows, on the master, with a graph if a part has one."""
         if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
             whole: Tensor = JoinRows.apply(self, self.gradients.backward_probe, *parts)  # type: ignore[no-untyped-call]
             return whole
@@ -141,7 +143,7 @@ class Division:
             return self.joined(parts)
 
     def on_master(self, number: int, tensor: Tensor) -> Tensor:
-        """A tensor of a share, copied to the master, with its graph."""
+        """Copy a tensor of a share to the master, with its graph."""
         device = self.devices[number]
         if device != self.master:
             tensor = self.transfers.copy(tensor, self.master, "compute", device)
@@ -243,7 +245,7 @@ def _save_for_checkpoint(ctx: Any, division: Division) -> None:
 
 
 def _begin_pass(ctx: Any) -> None:
-    """A backward pass has reached an output of a call."""
+    """Tell the gradients that a backward pass has reached an output of a call."""
     _ = ctx.saved_tensors
     ctx.division.gradients.begin_pass()
 

@@ -210,7 +210,7 @@ class CallGradients:
     # --- backward passes ---
 
     def begin_pass(self) -> None:
-        """The present backward pass has reached an output of a call."""
+        """Begin a backward pass, which has reached its first output of a call."""
         task = current_graph_task()
         if task in self._passes:
             return
@@ -231,7 +231,7 @@ class CallGradients:
     def arrive(
         self, bucket: _Bucket, gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """The gradients of a bucket's copies have arrived, of replica by replica.
+        """Take the gradients of a bucket's copies, which have arrived, by replica.
 
         Returns what the user's tensors get: a block of the tree's after the other.
 
@@ -322,7 +322,7 @@ class CallGradients:
         return sums
 
     def _end_pass(self, task: int) -> None:
-        """The pass has ended: gradients have been added, or wait from now on."""
+        """End a backward pass: let its gradients wait, or add all that wait."""
         of_pass = self._passes.pop(task)
         if of_pass.is_selected:
             return
@@ -400,7 +400,7 @@ class CallGradients:
             backward([root], [root.detach()])
 
     def add_before(self, optimizer: Optimizer) -> None:
-        """Before a step of an optimizer: add what waits for its parameters."""
+        """Add what waits for the parameters of an optimizer, before its step."""
         keys = self._waiting_of(optimizer)
         if not keys:  # it is another module's
             return
@@ -503,7 +503,7 @@ class CallGradients:
         mark.version = present
 
     def _release(self, keys: Iterable[int]) -> None:
-        """Nothing waits for these tensors any more."""
+        """Forget these tensors, for which nothing waits any more."""
         for key in keys:
             self._marks.pop(key, None)
         if self.is_waiting:

@@ -81,7 +81,7 @@ def _counterparts(number: int, key: Any, others: Sequence[Replica]) -> list[Any]
 def _joined_or_first(
     values: list[Any], name: Any, division: Division, told: Told
 ) -> Any:
-    """The values of all replicas as one, or that of replica 0."""
+    """Join the values of all replicas, or take that of replica 0."""
 
     def join_atoms(atoms: list[Any]) -> Any:
         first = atoms[0]

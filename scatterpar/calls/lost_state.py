@@ -44,7 +44,7 @@ class LostState:
         self._left: list[str] = []
 
     def begin(self, replicas: ReplicasOfCall, is_divided: bool) -> None:
-        """A call begins: remember what objects that replicas share refer to."""
+        """Remember, before a call, what objects that replicas share refer to."""
         self._shared = None
         self._lost = []
         self._left = []
@@ -55,7 +55,7 @@ class LostState:
             self._shared = SharedTensors([replicas.root], copied)
 
     def end(self, replicas: ReplicasOfCall, division: Division) -> None:
-        """The replicas were called: find what they have left, before it is joined."""
+        """Find what the replicas have left in a call, before it is joined."""
         if self._shared is None:
             return
         self._left = self._shared.left()
@@ -68,7 +68,7 @@ class LostState:
         self._lost = moved_between([first, _in_memories_of(first, second)])
 
     def tell(self) -> None:
-        """The call has succeeded: warn of what was found."""
+        """Warn, after a call that has succeeded, of what was found."""
         self._warn(
             self._lost,
             "forward sets {names} otherwise on each replica: your module keeps what "

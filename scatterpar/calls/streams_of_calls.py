@@ -51,7 +51,7 @@ class StreamsOfCalls:
                 of_thread.wait_stream(stream)
 
     def follow(self) -> None:
-        """The caller's streams wait for the present ones, and take their place."""
+        """Let the caller's streams wait for the present ones, and take their place."""
         for device in self._devices:
             if not has_streams(device):
                 continue
@@ -93,7 +93,7 @@ class StreamsOfCalls:
                     tensor.record_stream(self._present[tensor.device])
 
     def record_here(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """These tensors, of the master, are read on its current stream."""
+        """Keep the memory of these tensors, which the master's current stream reads."""
         if len(self._earlier) <= len(self._present):
             return
         stream = torch.accelerator.current_stream(self._master)

@@ -67,7 +67,7 @@ def needs_join(value: Any) -> bool:
 def read_later(
     output: Any, entries: Mapping[str, Any], joins: Mapping[str, Join]
 ) -> Any:
-    """An object like ``output`` with these entries, and with ``joins`` for others.
+    """Make an object like ``output`` with these entries, and with ``joins`` for others.
 
     Returns ``None`` if its class cannot have a subclass of this kind.
     """

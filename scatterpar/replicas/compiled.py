@@ -96,11 +96,11 @@ class Compiler:
         return call
 
     def forget(self) -> None:
-        """The modules changed: calls may compile again."""
+        """Forget what is compiled, because modules have changed."""
         self._known.clear()
 
     def release(self) -> None:
-        """The sub-step of this thread's replica has ended: others may compile."""
+        """Let others compile: the sub-step of this thread's replica has ended."""
         self._release(threading.get_ident())
 
     def _enter_backward(self, thread_of_forward: int, _: Tensor) -> None:

@@ -160,7 +160,7 @@ class ModuleCopy:
         return value if original is None else id(self.copy_of(original))
 
     def _fill(self, original: Any, shallow: Any) -> Any:
-        """``shallow``, a copy of ``original``, with copies of its attributes."""
+        """Fill ``shallow``, a copy of ``original``, with copies of its attributes."""
         attributes = vars(original)
         state = vars(shallow)
         # Before attributes are copied: one of them may refer to the object.

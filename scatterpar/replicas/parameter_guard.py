@@ -81,8 +81,8 @@ class ParameterGuard:
             self._watched.append(WrittenTensors(parameters, stored_as=stored_as))
 
     def invalidate(self) -> None:
-        """A parameter was written: forget which modes are checked, which values were
-        sent.
+        """Forget which modes are checked and which values were sent: a parameter was
+        written.
         """
         self.checked_modes.clear()
         self._broadcast.invalidate()
@@ -99,7 +99,7 @@ class ParameterGuard:
             self._begun_mode = mode
 
     def forget_values(self) -> None:
-        """The look has failed, so no pass follows."""
+        """Forget the values: the look has failed, so no pass follows."""
         self._begun_mode = None
 
     def _begin_values(self) -> None:

@@ -211,7 +211,7 @@ class Replicas:
         return buffers
 
     def end_substep(self) -> None:
-        """The sub-step of this thread's replica has ended: others may compile."""
+        """Let others compile: the sub-step of this thread's replica has ended."""
         for replica_set in self.replica_sets:
             replica_set.end_substep()
 
@@ -380,7 +380,7 @@ class ReplicaSet:
         return gradients
 
     def end_substep(self) -> None:
-        """The sub-step of this thread's replica has ended: others may compile."""
+        """Let others compile: the sub-step of this thread's replica has ended."""
         if self.compiler is not None:
             self.compiler.release()
 

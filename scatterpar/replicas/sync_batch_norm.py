@@ -125,7 +125,7 @@ class Meeting(Cancellation):
             self._sub_steps.append(SubStep(replicas))
 
     def enter(self, replica: int, number: int | None) -> None:
-        """The replica ends its sub-step and begins another; ``None``: it has no more.
+        """End a replica's sub-step, and begin another; ``None`` if it has no more.
 
         Whoever waits for it in the old one waits in vain.
         """
@@ -145,7 +145,7 @@ class Meeting(Cancellation):
         return len(self._sub_steps[number].replicas) > 1
 
     def combine(self, replica: int, number: int, brought: Contribution) -> Moments:
-        """The combination of what all replicas bring, on this replica's device.
+        """Combine what all replicas bring, on this replica's device.
 
         Waits for the other replicas. Raises ``RuntimeError`` if they are in another
         layer or have left the sub-step, ``TimeoutError`` if one does not come, and

@@ -26,7 +26,7 @@ class BackwardCalls:
         self.calls_modules = False
 
     def note_unknown(self) -> None:
-        """A backward pass cannot be watched: it may call anything."""
+        """Assume that a backward pass calls modules, because it cannot be watched."""
         self.calls_modules = True
 
     def _note(self, *_: Any) -> None:

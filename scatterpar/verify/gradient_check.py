@@ -241,7 +241,7 @@ def _plain(
     leaves: Sequence[Tensor],
     rounding: Rounding,
 ) -> LeafGradients:
-    """The gradients of the leaves. ``backward()`` would run the user's hooks."""
+    """Compute the leaves' gradients. ``backward()`` would run the user's hooks."""
     for device_type in autocast_types():
         rounding.add(torch.get_autocast_dtype(device_type))
     for leaf in leaves:

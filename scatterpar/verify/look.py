@@ -83,7 +83,7 @@ def look(
     task: ReplicaTask,
     choice: RowChoice,
 ) -> LookReport:
-    """A replica's look at rows that ``choice`` chooses.
+    """Look with a replica at the rows that ``choice`` chooses.
 
     Raises:
         Inconclusive: the look could not tell.
@@ -408,7 +408,7 @@ class ReplicaLook:
             return []
 
     def _at_once(self, rows: Part) -> RunResult:
-        """The rows at once, by the user's own module and criterion.
+        """Compute the rows in one piece, by the user's own module and criterion.
 
         If these draw random numbers, the runs draw constants from now on.
         """
@@ -430,7 +430,7 @@ class ReplicaLook:
         return list(dict.fromkeys(moved))
 
     def _moved_by(self, run: RunResult, rows: Part) -> list[str]:
-        """The names of state that the calls of a run in parts have moved."""
+        """Find what state the calls of a run in parts have moved. Returns its names."""
         runs = self.runs
         moved = moved_between(run.states)
         # A criterion of all rows has one call, too.

@@ -96,7 +96,7 @@ def is_open_between(
 def choose_rows(
     look_request: LookRequest, candidate: LossCandidate, number: int
 ) -> RowChoice:
-    """How a look after ``number`` others chooses its rows, if losses combine as
+    """Choose how a look after ``number`` others takes its rows, if losses combine as
     ``candidate`` says.
     """
     request = look_request.request.combined_by(candidate)

@@ -25,7 +25,7 @@ from scatterpar.verify.runs import Runs, copy_of_leaf
 
 
 def outputs_of(runs: Runs, parts: Parts) -> list[Any]:
-    """The replica's output for each part, without its graph, from one state."""
+    """Compute the replica's output for each part, without its graph, from one state."""
     task = runs.replica_task
     outputs = []
     for rows in parts:

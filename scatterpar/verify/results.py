@@ -114,7 +114,7 @@ class ComparedLeaves:
         return list({id(copy): copy for copy in copies}.values())
 
     def clear(self) -> None:
-        """From now on no gradients are compared."""
+        """Compare no gradients from now on."""
         self._by_leaf = []
 
     def sums(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:

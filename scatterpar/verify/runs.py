@@ -145,7 +145,7 @@ class Runs:
     def at_once(
         self, rows: Part, task: ReplicaTask | None = None, *, scale: float = 1.0
     ) -> Result:
-        """The loss and gradients of rows in one part."""
+        """Compute the loss and gradients of rows in one part."""
         return self.run([rows], task, scale=scale).result
 
     def run(
@@ -200,9 +200,8 @@ class Runs:
 
     @contextlib.contextmanager
     def surroundings(self, task: ReplicaTask) -> Iterator[ConstantNumbers]:
-        """A run begins in the state of the step.
-
-        In the body operators compute under the conditions of the runs.
+        """Begin a run in the state of the step. In the body operators compute under the
+        conditions of the runs.
         """
         self.user_code.require_time()
         self.user_code.restart()
@@ -218,12 +217,12 @@ class Runs:
             yield numbers
 
     def inputs_of(self, rows: Part) -> Any:
-        """The inputs of these rows, copied to the replica's device; not counted."""
+        """Copy the inputs of these rows to the replica's device; not counted."""
         inputs, _ = self._copied(self._inputs, rows)
         return inputs
 
     def targets_of(self, rows: Part) -> Any:
-        """The targets of these rows, copied to the replica's device; not counted."""
+        """Copy the targets of these rows to the replica's device; not counted."""
         _, targets = self._copied(self._targets, rows)
         return targets
 
@@ -236,7 +235,10 @@ class Runs:
     def _result(
         self, output: Any, rows: Part, task: ReplicaTask, weight: float, scale: float
     ) -> Result:
-        """The loss of these rows, and its gradients times ``weight``; none if zero."""
+        """Compute the loss of these rows, and its gradients times ``weight``.
+
+        There are none if ``weight`` is zero.
+        """
         self.user_code.require_time()
         if task.criterion is not None:  # which may write into what it is given
             # Not leaves that require grad: a criterion may ask for gradients by these.

@@ -234,7 +234,7 @@ class Kind:
         return reason.is_final or self.num_inconclusive >= reason.patience
 
     def note_agreement(self) -> None:
-        """A look at the last step has not refused."""
+        """Note that a look at the last step has not refused."""
         self.stage = Stage.ASKED
         self.num_inconclusive = 0
         numbers = read_ranges(self.ranges_of_step)

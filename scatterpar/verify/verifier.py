@@ -68,7 +68,7 @@ class Verifier:
         return known or candidates
 
     def look_if_due(self, attempt: Attempt, task: ReplicaTask) -> Scope:
-        """Before the sub-steps: look at some rows, if that is due.
+        """Look at some rows, before the sub-steps, if that is due.
 
         Returns which part of a sub-step one replica at a time runs.
 
@@ -103,7 +103,7 @@ class Verifier:
         self._waiting.append((subject, text, names))
 
     def tell(self) -> None:
-        """The step has succeeded: warn of what the look has found."""
+        """Warn, after a step that has succeeded, of what the look has found."""
         for subject, text, names in self._waiting:
             if subject not in self._told:
                 self._told.update([subject, *names])
@@ -215,7 +215,7 @@ class Verifier:
         kind.note_agreement()
 
     def _widen_turns(self, look_request: LookRequest, kind: Kind, scope: Scope) -> None:
-        """From now on a turn of steps of this kind includes ``scope``."""
+        """Let a turn of steps of this kind include ``scope``, from now on."""
         attempt = look_request.attempt
         # One call at a time disturbs nobody.
         if len(attempt.plan.shares) == 1 or look_request.request.whole_batch:

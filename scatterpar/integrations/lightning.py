@@ -65,6 +65,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._device_ids = device_ids
         self._divided: DividedModules | None = None
         self._until_teardown = contextlib.ExitStack()
+        # What ``pre_backward`` begins. After an error nobody calls ``post_backward``.
+        self._until_backward_ends = contextlib.ExitStack()
 
     @property
     def root_device(self) -> torch.device:
@@ -89,6 +91,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def teardown(self) -> None:
         """Close the engine, and do what ``SingleDeviceStrategy`` does."""
+        self._until_backward_ends.close()
         # Before the module goes to the host: replicas read its tensors.
         if self._divided is not None:
             self._divided.close()
@@ -99,6 +102,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def _step(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a step function of the LightningModule, whose networks are divided."""
         function = getattr(super(), name)
+        # The user may have caught an error of the last backward pass.
+        self._until_backward_ends.close()
         if self._divided is None:  # a callback calls it after the end
             return function(batch, *args, **kwargs)
         with self._divided.step(batch):
@@ -109,27 +114,29 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     test_step = partialmethod(_step, "test_step")
     predict_step = partialmethod(_step, "predict_step")
 
-    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute gradients as Lightning does.
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Decide whether the backward pass adds the devices' gradients.
 
         Those of an optimizer step are added once, in its last batch. With manual
         optimization nobody knows which is the last: each backward pass adds its own.
         """
+        super().pre_backward(closure_loss)
         divided = self._divided
         if divided is None:
-            return self._backward(*args, **kwargs)
+            return
         module: Any = self.lightning_module
         accumulates = module.automatic_optimization and (
             module.trainer.fit_loop._should_accumulate()
         )
-        sync = divided.no_sync() if accumulates else contextlib.nullcontext()
+        if accumulates:
+            self._until_backward_ends.enter_context(divided.no_sync())
         # Activation checkpoints call networks again.
-        with sync, divided.step():
-            return self._backward(*args, **kwargs)
+        self._until_backward_ends.enter_context(divided.step())
 
-    def _backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss: Tensor = super().backward(*args, **kwargs)
-        return loss
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """The backward pass is over."""
+        self._until_backward_ends.close()
+        super().post_backward(closure_loss)
 
 
 @contextlib.contextmanager

@@ -22,12 +22,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 pl = needed("lightning.pytorch", "'.[lightning]'")
 
-from lightning.pytorch.callbacks import (  # noqa: E402
-    EMAWeightAveraging,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch import callbacks  # noqa: E402
 from lightning.pytorch.loggers.logger import Logger  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy  # noqa: E402
 from lightning.pytorch.tuner import Tuner  # noqa: E402
 from torchmetrics import AUROC, MeanMetric, MetricCollection  # noqa: E402
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score  # noqa: E402
@@ -290,9 +288,10 @@ RUNS = {
     "accumulation": {"accumulate_grad_batches": 3},
     "clipping": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2},
     "limits": {"limit_train_batches": 2, "overfit_batches": 2},
-    "averages": {"callback": partial(EMAWeightAveraging, decay=0.5)},
     "stochastic averages": {
-        "callback": partial(StochasticWeightAveraging, 0.01, swa_epoch_start=1)
+        "callback": partial(
+            callbacks.StochasticWeightAveraging, 0.01, swa_epoch_start=1
+        )
     },
     "parts": {"kind": Parts},
     "contrastive": {"kind": Contrastive, "accumulate_grad_batches": 2},
@@ -301,6 +300,8 @@ RUNS = {
     "two losses": {"kind": TwoLosses},
     "manual accumulation": {"kind": ManualAccumulation},
 }
+if hasattr(callbacks, "EMAWeightAveraging"):  # since Lightning 2.6
+    RUNS["averages"] = {"callback": partial(callbacks.EMAWeightAveraging, decay=0.5)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -539,6 +540,91 @@ def test_error_reaches_the_user():
 
     with pytest.raises(KeyError, match="mine"):
         fitted(["cpu:0", "cpu:1"], Fails)
+
+
+class FailsOnce(torch.autograd.Function):
+    """The identity, whose backward pass raises in its third call."""
+
+    num_calls = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        FailsOnce.num_calls += 1
+        if FailsOnce.num_calls == 3:
+            raise RuntimeError("mine")
+        return grad
+
+
+class LossFails(Plain):
+    def training_step(self, batch, batch_idx):
+        return FailsOnce.apply(super().training_step(batch, batch_idx))
+
+    def on_train_start(self):
+        FailsOnce.num_calls = 0
+
+
+class SkipsFailed:
+    """Drops the gradients of an optimizer step whose backward pass raised."""
+
+    num_skipped = 0
+
+    def backward(self, closure_loss, *args, **kwargs):
+        try:
+            return super().backward(closure_loss, *args, **kwargs)
+        except RuntimeError:
+            self.num_skipped += 1
+            self.lightning_module.zero_grad()
+            return closure_loss
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_training_goes_on_after_failed_backward(accumulated, recwarn):
+    """Also if the failed pass was one of those that keep gradients on the devices."""
+
+    class Ours(SkipsFailed, ScatterOnceStrategy):
+        pass
+
+    class Stock(SkipsFailed, SingleDeviceStrategy):
+        pass
+
+    modules = []
+    for strategy in (Ours(["cpu:0", "cpu:1"]), Stock("cpu")):
+        own = trainer(strategy, accumulate_grad_batches=accumulated)
+        modules.append(made(LossFails))
+        own.fit(modules[-1], loader())
+        assert strategy.num_skipped == 1
+    assert_same(*modules)
+    assert not [w for w in recwarn if "gradients wait" in str(w.message)]
+
+
+def test_modules_are_as_before_after_failed_backward():
+    modules = []
+
+    class Recorded(LossFails):
+        def on_train_start(self):
+            super().on_train_start()
+            modules.extend(self.modules())
+
+    with pytest.raises(RuntimeError, match="mine"):
+        fitted(["cpu:0", "cpu:1"], Recorded, accumulate_grad_batches=2)
+    for part in modules:
+        assert "_compiled_call_impl" not in vars(part)
+
+
+def test_backward_pass_is_lightning_s():
+    """What wraps Lightning's own method sees each backward pass."""
+    strategy = ScatterOnceStrategy(["cpu:0", "cpu:1"])
+    module = made(Plain)
+    wrapped = strategy.backward
+    with mock.patch.object(Strategy, "backward", wraps=wrapped) as backward:
+        trainer(strategy, max_epochs=1).fit(module, loader())
+    assert backward.call_count == len(loader())
+    _, stock = fitted(None, Plain, max_epochs=1)
+    assert_same(module, stock)
 
 
 @pytest.mark.parametrize(

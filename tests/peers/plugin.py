@@ -142,10 +142,15 @@ def _trl(with_replicas):
 
 
 def _transformers(with_replicas):
-    """The trainers, with arguments of one device."""
+    """The trainers, with arguments of two devices, by which tests count steps."""
     library = importlib.import_module("transformers")
     for name in ("Trainer", "Seq2SeqTrainer"):
         _replace(library, name, with_replicas)
+    if with_replicas:
+        # 1 of a Trainer with replicas; otherwise 0, as there is no GPU.
+        library.TrainingArguments.n_gpu = property(
+            lambda self: vars(self).get("_n_gpu") or len(DEVICES)
+        )
 
 
 def _sentence_transformers(with_replicas):

@@ -42,6 +42,9 @@ _CUDA_GRAPHS = (
     'mode="default", mode="max-autotune-no-cudagraphs" or another backend'
 )
 _COMPILER_PATIENCE_SECONDS = 10.0  # wait for a replica that neither compiles nor ends
+# In the backward pass of a call, where the thread of another GPU has the lock until the
+# whole pass ends. Torch lowers one backward graph at a time by itself.
+_PATIENCE_IN_BACKWARD_SECONDS = 0.2
 
 
 class Compiler:
@@ -84,7 +87,7 @@ class Compiler:
                 return compiled(*args, **kwargs)
             # With the lock, which a backward pass through the result has, too.
             thread = threading.get_ident()
-            self._acquire(thread)
+            self._acquire(thread, _COMPILER_PATIENCE_SECONDS)
             with many_graphs(), drawing_from_default():
                 output = compiled(*args, **kwargs)
             for tensor in nested.tensors(output):
@@ -110,7 +113,7 @@ class Compiler:
         """
         if self._owner != thread_of_forward:
             thread = threading.get_ident()
-            self._acquire(thread)
+            self._acquire(thread, _PATIENCE_IN_BACKWARD_SECONDS)
             at_end_of_pass(partial(self._release, thread))
 
     def _release(self, thread: int) -> None:
@@ -118,9 +121,9 @@ class Compiler:
             self._owner = None
             self._lock.release()
 
-    def _acquire(self, thread: int) -> None:
+    def _acquire(self, thread: int, patience: float) -> None:
         while self._owner != thread:
-            if self._lock.acquire(timeout=_COMPILER_PATIENCE_SECONDS):
+            if self._lock.acquire(timeout=patience):
                 self._owner = thread
             elif not is_compiling():
                 return  # without it, because its owner waits for this replica

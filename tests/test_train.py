@@ -11,6 +11,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import time
@@ -21,6 +22,7 @@ import psutil
 import pytest
 import torch
 from faults.processes import SILENCE, finish, start_forked
+from harness.leak_checks import put_back_random_states, random_states
 from harness.optional import import_torchvision_first
 from harness.pictures import CLASSES, write_folder
 from torch import nn
@@ -216,20 +218,37 @@ def test_included_images_are_learned(tmp_path, capsys):
 # --- stopped, and resumed ---
 
 
-@pytest.fixture
-def whole(few, tmp_path):
+@pytest.fixture(scope="module")
+def run_that_ended(tmp_path_factory):
     """The folder of a run that nobody stopped."""
-    folder = tmp_path / "whole"
-    assert main(f"{QUICK} --output {folder}".split()) == 0
+    folder = tmp_path_factory.mktemp("ended") / "whole"
+    parts = few_images()
+    before = random_states()
+    with mock.patch.object(embedded, "load", return_value=parts):
+        assert main(f"{QUICK} --output {folder}".split()) == 0
+    put_back_random_states(before)
     return folder
+
+
+@pytest.fixture
+def whole(run_that_ended, few, tmp_path):
+    """A copy of it, of this test alone."""
+    return shutil.copytree(run_that_ended, tmp_path / "whole")
 
 
 class Killed(BaseException):
     """Ends a run as a killed process does."""
 
 
-@pytest.mark.parametrize("place", ["_train_epoch", "_evaluate"])
-@pytest.mark.parametrize(("done", "workers"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("place", "done", "workers"),
+    [
+        ("_train_epoch", 1, 0),
+        ("_evaluate", 2, 1),
+        pytest.param("_train_epoch", 2, 1, marks=pytest.mark.slow),
+        pytest.param("_evaluate", 1, 0, marks=pytest.mark.slow),
+    ],
+)
 def test_resumed_run_ends_with_the_same_bits(
     whole, tmp_path, monkeypatch, place, done, workers
 ):
@@ -273,9 +292,8 @@ with mock.patch.object(embedded, "load", lambda: parts), mock.patch.object(train
 """
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_to_all_ends_run_after_its_step(whole, tmp_path, number):
     """To the workers that read images, too, as from a terminal or a scheduler."""
     folder = tmp_path / "run"

@@ -31,7 +31,7 @@ from scatterpar import DataParallelModel, ScatterOnceParallel, gather
 
 ALL = PROGRAMS | MODULES | OUTPUTS | LOSSES
 LAYOUTS = [["cpu"], ["cpu"] * 2, ["cpu:0", "cpu:1"], ["cpu:0", "cpu:1", "cpu:0"]]
-SEVERAL = LAYOUTS[1:]
+# Of several replicas those by default that share a memory, and have one of their own.
 QUICK = [
     LAYOUTS[0],
     pytest.param(LAYOUTS[1], marks=pytest.mark.slow),
@@ -40,6 +40,7 @@ QUICK = [
 ]
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids="+".join)
 quick_layouts = pytest.mark.parametrize("layout", QUICK, ids="+".join)
+quick_of_several = pytest.mark.parametrize("layout", QUICK[1:], ids="+".join)
 ROWS, LABELS = randn(13, 6), randint(3, 13)
 
 
@@ -250,7 +251,7 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("layout", SEVERAL, ids="+".join)
+@quick_of_several
 @pytest.mark.parametrize("name", TOLD)
 def test_told_program_is_told_once(name, layout):
     program = TOLD[name]
@@ -323,7 +324,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("layout", SEVERAL, ids="+".join)
+@quick_of_several
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_program_changes_nothing(name, layout):
     program = REFUSED[name]

@@ -1834,7 +1834,7 @@ SABOTAGES = [
     Sabotage(
         name="state that makes a loss NaN is none",
         promise="clear errors",
-        file="verify/beginning_state.py",
+        file="verify/measurements.py",
         place="state_that_begins",
         text="return [] if difference <= runs.rounding.limit else names",
         replacement="return names if math.inf > difference > runs.rounding.limit else []",

@@ -15,9 +15,8 @@ A refusal, from the step to its words, in the order in which the files are read:
     numbers       look           two runs, one after the other
                     runs         loss and gradients: of the user's module, of a replica
                     results      what runs are compared by
-                    user_code    undoes what runs have changed: dropped_records,
-                                 dropped_warnings
-    state           measurements, moved_state, beginning_state, backward_calls
+                    user_code    undoes what runs have changed: dropped_messages
+    state           measurements, moved_state, backward_calls
                                  what calls leave behind, told by name
     question        look_rounding    may the difference be rounding? who is asked first
                     look_results     further numbers, on demand: output_differences

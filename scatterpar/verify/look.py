@@ -39,14 +39,14 @@ from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.threads.process_settings import FULL_FLOAT32
 from scatterpar.threads.workers import Overdue
-from scatterpar.verify.beginning_state import state_that_begins
 from scatterpar.verify.choice import weighted_parts
-from scatterpar.verify.dropped_warnings import warnings_dropped
+from scatterpar.verify.dropped_messages import warnings_dropped
 from scatterpar.verify.look_causes import has_gradient_of_no_loss
 from scatterpar.verify.look_results import LookResults, name_of_loss
 from scatterpar.verify.measurements import (
     attributes_that_calls_move,
     bytes_per_row,
+    state_that_begins,
 )
 from scatterpar.verify.moved_state import moved_between
 from scatterpar.verify.results import Result

@@ -36,7 +36,7 @@ from scatterpar.step.replica_threads import ReplicaNote
 from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.torch_private.compiler import uncompiled
-from scatterpar.verify.dropped_records import records_dropped
+from scatterpar.verify.dropped_messages import records_dropped
 
 _UNSAVED = (
     "Such code is not looked at: use it outside of forward and the criterion, and pass "

@@ -1,7 +1,6 @@
-"""Drop what user code logs during a look, because the step logs it again.
+"""Drop what user code logs and warns of during a look: the step does both again.
 
 A loop of another library asks ``is_look()``, and silences the loggers of its own.
-Warnings are in ``dropped_warnings.py``.
 """
 
 from __future__ import annotations
@@ -9,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -16,6 +17,10 @@ from typing import Any
 from scatterpar.torch_private.settings import ForAllThreads
 
 _within_look = ContextVar("within_look", default=False)
+
+# The pattern matches every message. Without one, the filter would equal that of
+# ``warnings.simplefilter("ignore")``, which removes its equal, also in another thread.
+_IGNORE = ("ignore", re.compile(""), Warning, None, 0)
 
 
 def is_look() -> bool:
@@ -61,3 +66,21 @@ def _handling_nothing(handle: Callable[..., None]) -> Callable[..., None]:
             handle(logger, record)
 
     return handled
+
+
+@contextlib.contextmanager
+def warnings_dropped() -> Iterator[None]:
+    """In the body, warnings are ignored, and Python does not note them as shown.
+
+    ``warnings.catch_warnings`` would make Python forget what it has shown before: the
+    user's warnings would appear again after each look.
+    """
+    filters: Any = warnings.filters
+    # First, because the first filter that fits decides.
+    filters.insert(0, _IGNORE)
+    try:
+        yield
+    finally:
+        # Nothing is left to remove if the user's code called resetwarnings.
+        with contextlib.suppress(ValueError):
+            filters.remove(_IGNORE)

@@ -1,19 +1,25 @@
-"""Records that user code logs during a look, and those that it logs in the step."""
+"""Records and warnings of user code during a look, and those in the step."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import threading
+import warnings
 from contextvars import copy_context
 
 import pytest
 import torch
 from harness.models import Of
 from harness.oracle import build, randn
+from torch import nn
 
-from scatterpar import ScatterOnceParallel
-from scatterpar.verify.dropped_records import is_look, records_dropped
+from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
+from scatterpar.verify.dropped_messages import (
+    is_look,
+    records_dropped,
+    warnings_dropped,
+)
 
 LOGGER = logging.getLogger("of.a.user")
 ALONE = logging.getLogger("of.a.user.alone")
@@ -130,3 +136,69 @@ def test_handling_is_put_back_after_looks_that_overlap():
     of_second.run(second.close)
     assert logging.Logger.callHandlers is handling
     assert not is_look()
+
+
+# --- warnings ---
+
+
+def shown(function, action="default"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter(action)
+        function()
+    return [str(warning.message) for warning in caught]
+
+
+class Warns(nn.Linear):
+    def forward(self, rows):
+        warnings.warn("deprecated layer", stacklevel=2)
+        return super().forward(rows)
+
+
+def warning_loss(output, targets):
+    warnings.warn("deprecated loss", stacklevel=2)
+    return nn.functional.mse_loss(output, targets)
+
+
+INPUTS = torch.ones(12, 3)
+TARGETS = torch.arange(24.0).view(12, 2)
+
+
+@pytest.mark.draws
+def test_nothing_is_shown_or_noted():
+    def code():
+        for number in range(3):
+            if number == 1:
+                warnings.warn("once", stacklevel=1)
+            else:
+                with warnings_dropped():
+                    warnings.warn("once", stacklevel=1)
+
+    filters = list(warnings.filters)
+    assert shown(code) == ["once"]
+    assert warnings.filters == filters
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("verify", [True, False])
+def test_engine_shows_a_warning_once(verify):
+    """It was shown after each look, 5 times in 20 steps; plain torch shows it once."""
+    engine = ScatterOnceParallel(Warns(3, 2), 3, ["cpu"] * 2, verify=verify)
+
+    def steps():
+        for _ in range(9):
+            engine.forward_backward(INPUTS, TARGETS, warning_loss)
+
+    with engine:
+        assert sorted(shown(steps)) == ["deprecated layer", "deprecated loss"]
+
+
+@pytest.mark.draws
+def test_pair_shows_a_warning_once():
+    model = DataParallelModel(nn.Linear(3, 2), ["cpu"] * 2)
+    criterion = DataParallelCriterion(warning_loss)
+
+    def calls():
+        for _ in range(9):
+            criterion(model(INPUTS), TARGETS)
+
+    assert shown(calls) == ["deprecated loss"]

@@ -35,17 +35,22 @@ def windows(call, count):
         yield *batch, is_last, call.no_sync() if waits else contextlib.nullcontext()
 
 
-def with_momentum(wrap):
-    net = build(mlp)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
-    call = wrap(net)
+def accumulate(call, net, optimizer, max_norm=None):
+    """Two updates, each of two batches; with a ``max_norm`` gradients are clipped."""
     for rows, labels, is_last, context in windows(call, 4):
         with context:
             cross_entropy(call, net, rows, labels).backward()
         if is_last:
-            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(net.parameters(), max_norm)
             optimizer.step()
             optimizer.zero_grad()
+
+
+def with_momentum(wrap):
+    net = build(mlp)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    accumulate(wrap(net), net, optimizer, 0.1)
     return [net]
 
 
@@ -92,12 +97,7 @@ def sharded(wrap):
         optimizer = ShardedOptimizer(call, torch.optim.AdamW, lr=0.01)
     else:
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    for rows, labels, is_last, context in windows(call, 4):
-        with context:
-            cross_entropy(call, net, rows, labels).backward()
-        if is_last:
-            optimizer.step()
-            optimizer.zero_grad()
+    accumulate(call, net, optimizer)
     return [net]
 
 

@@ -114,12 +114,6 @@ def makes_a_parameter(module, rows):
     return module.net(rows) * module.scale
 
 
-def writes_a_parameter(module, rows):
-    with torch.no_grad():
-        module.net[0].weight.mul_(0.9)
-    return module.net(rows)
-
-
 def writes_through_data(module, rows):
     module.net[0].weight.data.mul_(0.9)
     return module.net(rows)

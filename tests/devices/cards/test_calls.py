@@ -214,33 +214,67 @@ def test_batch_normalisation_is_that_of_each_replica(device_ids):
     torch.testing.assert_close(net[1].running_var.cpu(), plain[1].running_var.cpu())
 
 
-def test_calls_on_other_streams_each_time(device_ids):
-    """What waits at replicas is added on streams that have waited for it."""
+class OfUser:
+    """The user's own part: the master's tensors go from stream to stream."""
+
+    def __init__(self):
+        self._master = f"{kind()}:0"
+        self._stream = torch.accelerator.current_stream(self._master)
+
+    def follow(self):
+        """The current stream waits for the one that was current in the last call."""
+        before = self._stream
+        self._stream = torch.accelerator.current_stream(self._master)
+        self._stream.wait_stream(before)
+
+
+@pytest.fixture
+def trained_plain():
+    """A network, and its twin with the gradients of four calls."""
     net, plain = on_card(Program()), on_card(Program())
     rows, labels = ROWS.to(kind()), LABELS.to(kind())
     for _ in range(4):
         cross_entropy(plain, plain, rows, labels).backward()
     torch.accelerator.synchronize()
-    engine = ScatterOnceParallel(net, device_ids=device_ids)
-    master = f"{kind()}:0"
-    with engine:
-        before = torch.accelerator.current_stream(master)
+    return net, plain, (rows, labels)
+
+
+def test_calls_on_other_streams_each_time(device_ids, trained_plain):
+    """What waits at replicas is added on streams that have waited for it."""
+    net, plain, batch = trained_plain
+    with ScatterOnceParallel(net, device_ids=device_ids) as engine:
+        user = OfUser()
         for number in range(4):
             with contextlib.ExitStack() as stack:
                 if number < 3:
                     stack.enter_context(engine.no_sync())
                 stack.enter_context(streams_of_the_users())
-                # The user's own part: the master's tensors go from stream to stream.
-                present = torch.accelerator.current_stream(master)
-                present.wait_stream(before)
-                loss = cross_entropy(engine, net, rows, labels)
+                user.follow()
+                loss = cross_entropy(engine, net, *batch)
                 if number == 1:
                     stack.enter_context(streams_of_the_users())
-                    torch.accelerator.current_stream(master).wait_stream(present)
-                    present = torch.accelerator.current_stream(master)
+                    user.follow()
                 loss.backward()
-                before = present
-        torch.accelerator.current_stream(master).wait_stream(before)
+        user.follow()
+    assert_same(net, [], plain, [])
+
+
+def test_calls_on_other_streams_in_one_loss(device_ids, trained_plain):
+    """Gradients of both calls arrive in one pass, each on the streams of its call."""
+    net, plain, batch = trained_plain
+    with ScatterOnceParallel(net, device_ids=device_ids) as engine:
+        user = OfUser()
+        for number in range(2):
+            with contextlib.ExitStack() as stack:
+                if number < 1:
+                    stack.enter_context(engine.no_sync())
+                losses = []
+                for _ in range(2):
+                    stack.enter_context(streams_of_the_users())
+                    user.follow()
+                    losses.append(cross_entropy(engine, net, *batch))
+                sum(losses).backward()
+        user.follow()
     assert_same(net, [], plain, [])
 
 
@@ -255,34 +289,6 @@ def test_constant_of_each_replica_is_not_told(device_ids):
     engine = ScatterOnceParallel(net, device_ids=device_ids)
     with engine, warnings.catch_warnings(action="error"):
         engine(ROWS.to(kind()))
-
-
-def test_calls_on_other_streams_in_one_loss(device_ids):
-    """Gradients of both calls arrive in one pass, each on the streams of its call."""
-    net, plain = on_card(Program()), on_card(Program())
-    rows, labels = ROWS.to(kind()), LABELS.to(kind())
-    for _ in range(4):
-        cross_entropy(plain, plain, rows, labels).backward()
-    torch.accelerator.synchronize()
-    engine = ScatterOnceParallel(net, device_ids=device_ids)
-    master = f"{kind()}:0"
-    with engine:
-        before = torch.accelerator.current_stream(master)
-        for number in range(2):
-            with contextlib.ExitStack() as stack:
-                if number < 1:
-                    stack.enter_context(engine.no_sync())
-                losses = []
-                for _ in range(2):
-                    stack.enter_context(streams_of_the_users())
-                    # The user's own part: the master's tensors go from stream to stream.
-                    present = torch.accelerator.current_stream(master)
-                    present.wait_stream(before)
-                    losses.append(cross_entropy(engine, net, rows, labels))
-                    before = present
-                sum(losses).backward()
-        torch.accelerator.current_stream(master).wait_stream(before)
-    assert_same(net, [], plain, [])
 
 
 class Vocabulary(nn.Module):

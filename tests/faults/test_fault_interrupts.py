@@ -90,13 +90,26 @@ def test_engine_after_several_interrupts_is_exact(request, case):
 
 
 LONG = """
-import os, signal, threading, time
+import os, signal, sys, threading, time
 import torch
 from torch import nn
 from scatterpar import ScatterOnceParallel
 from scatterpar.step.turns import Scope
 
 visits, release, heard = [], threading.Event(), threading.Semaphore(0)
+
+class Errors:
+    told, stream = threading.Event(), sys.stderr
+
+    def write(self, text):
+        self.stream.write(text)
+        if "Ctrl-C" in text:
+            self.told.set()
+
+    def flush(self):
+        self.stream.flush()
+
+sys.stderr = Errors()
 
 class Slow(nn.Linear):
     def forward(self, inputs):
@@ -195,7 +208,7 @@ def test_replica_that_waits_for_its_turn_ends(devices):
 
 def test_first_ctrl_c_names_stuck_replica():
     """Some seconds later: its number, its device, and the line that waits."""
-    pause = "release.wait(8 if len(visits) > 1 else 0)"
+    pause = "len(visits) == 1 or sys.stderr.told.wait(60)"
     script = LONG.format(pause=pause, devices=VIRTUAL, times=1, in_turns=False)
     outcome = run_forked("-c", script)
     assert outcome.code == 0, outcome.err

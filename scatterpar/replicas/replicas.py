@@ -403,7 +403,11 @@ class ReplicaSet:
         # No state: nothing was built yet, or building failed.
         if self.state is None:
             return False
-        if asks_places and not self.broadcast.adopt_storages():
+        # Before ``adopt_storages``: whether the slots, too, are those of the tensors.
+        have_same_forms = self.broadcast.have_same_forms()
+        if asks_places and not self.broadcast.adopt_storages(
+            have_same_forms=have_same_forms
+        ):
             return False
         if not self.state.unchanged():
             changes = self.state.value_changes()
@@ -422,10 +426,15 @@ class ReplicaSet:
                 self.broadcast.expect_no_change()
             self.flags = flags
             self._forget_compiled_calls()
+        if have_same_forms:
+            return True
         tensors = self.contents.tensor_list
         if list(map(REQUIRES_GRAD, tensors)) != self.slots.requires_grad:
             self.slots = Slots(self.contents, self.options.accumulate_dtype)
             self._set_requires_grad()
+        # A backward pass has other modes than calls, so their forms would differ.
+        if asks_places:
+            self.broadcast.remember_forms()
         return True
 
     def _set_requires_grad(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from torch import Tensor
 from scatterpar.torch_private.entry_points import find
 
 _preserve_version_counters = find("torch.autograd", "_unsafe_preserve_version_counter")
+# Compares many tensors with what they were in one call of C++, for torch.compile.
+_TensorGuards: Any = find("torch._C._dynamo.guards", "TensorGuards")
 # Dense tensors as one 1-D tensor, and its parts with the shapes of given tensors. In
 # C++, for DDP.
 flatten_dense: Callable[[Sequence[Tensor]], Tensor] = find(
@@ -29,6 +32,32 @@ def version_counters_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
     """
     with _preserve_version_counters(tuple(tensors)):
         yield
+
+
+class Forms:
+    """The class, dtype, device, shape, strides and ``requires_grad`` of dense tensors.
+
+    A getter of Python takes three times as long per tensor and attribute.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        # Without grad mode the guards would take all tensors for frozen ones.
+        with torch.enable_grad():
+            self._guards = _TensorGuards(
+                *tensors,
+                dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+                dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+            )
+
+    def are_same(self) -> bool:
+        """Whether all tensors have the forms that they had.
+
+        ``False`` may be wrong, such as under another autocast: ask each tensor then.
+        """
+        with torch.enable_grad():
+            are_same: bool = self._guards.check(*self._tensors)
+        return are_same
 
 
 def of_class(tensor: Tensor, cls: type[Tensor]) -> Tensor:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.rnn import PackedSequence
 
 from scatterpar.batch import nested
@@ -38,7 +39,11 @@ from scatterpar.calls.inner_gradients import refused_inner_backward
 from scatterpar.calls.left_tensors import join_left_tensors
 from scatterpar.calls.lost_state import LostState
 from scatterpar.calls.numbers import BY_ROWS, NumberRule, combined_number, weights_of
-from scatterpar.calls.replicas_of_call import ReplicasOfCall, modules_in
+from scatterpar.calls.replicas_of_call import (
+    ReplicasOfCall,
+    first_computed,
+    modules_in,
+)
 from scatterpar.calls.unread_outputs import (
     entries_by_name,
     has_loss,
@@ -135,6 +140,9 @@ class Calls:
         self._told = Told()
         self._looks = CallLooks()
         self._lost_state = LostState()
+        # Layers with running statistics, as of the last build of the replicas.
+        self._norms: list[nn.Module] = []
+        self._builds_of_norms = 0
         # Parts of the root whose rows or outputs cannot be divided, and why.
         self._indivisible: dict[nn.Module, str] = {}
 
@@ -170,11 +178,17 @@ class Calls:
         Exceptions of the module are raised unchanged, with notes. Then buffers, random
         state and gradients are as before.
         """
-        why = self._why_on_master(module, arguments, options)
+        why = self._why_on_master(module)
         if why:
             return self._on_master(module, arguments, why)
         try:
-            with self._replicas_called(module, arguments, options) as computed:
+            rows = _rows_of(arguments, options)
+        except (ValueError, TypeError) as error:
+            if any(isinstance(atom, Batches) for atom in nested.atoms(arguments)):
+                raise
+            return self._on_master(module, arguments, str(error))
+        try:
+            with self._replicas_called(module, arguments, options, rows) as computed:
                 try:
                     return self._joined(computed, options)
                 except ValueError as error:
@@ -190,7 +204,8 @@ class Calls:
         self, module: nn.Module, arguments: Arguments, options: CallOptions
     ) -> tuple[tuple[Any, ...], Plan]:
         """Call the replicas. Returns their outputs, where they are, and the plan."""
-        with self._replicas_called(module, arguments, options) as computed:
+        rows = _rows_of(arguments, options)
+        with self._replicas_called(module, arguments, options, rows) as computed:
             division = computed.division
             found = nested.tensors(computed.outputs)
             left = iter(division.left_in_place(found))
@@ -199,28 +214,17 @@ class Calls:
 
     # --- what is not divided ---
 
-    def _why_on_master(
-        self, module: nn.Module, arguments: Arguments, options: CallOptions
-    ) -> str:
-        """Why a call is computed on the master alone; empty if it is divided."""
+    def _why_on_master(self, module: nn.Module) -> str:
+        """Why calls are computed on the master alone; empty if they are divided."""
         if is_transformed():
             return "it runs in a transform of torch.func"
         if module in self._indivisible:
             return self._indivisible[module]
-        for owner in modules_in(self._root):
-            for parameter in owner._parameters.values():
-                if parameter is not None and not parameter.is_leaf:
-                    pairs = self._root.named_parameters()
-                    name = next(name for name, value in pairs if value is parameter)
-                    return f"its parameter {name!r} is computed from others"
-        args, kwargs = arguments
-        try:
-            parts = {"inputs": args, "keyword inputs": kwargs}
-            count_rows(parts, options.dim, refuse_grad=False)
-        except (ValueError, TypeError) as error:
-            if any(isinstance(atom, Batches) for atom in nested.atoms(arguments)):
-                raise
-            return str(error)
+        computed = first_computed(modules_in(self._root))
+        if computed is not None:
+            pairs = self._root.named_parameters()
+            name = next(name for name, value in pairs if value is computed)
+            return f"its parameter {name!r} is computed from others"
         return ""
 
     def _on_master(self, module: nn.Module, arguments: Arguments, why: str) -> Any:
@@ -242,12 +246,10 @@ class Calls:
 
     @contextlib.contextmanager
     def _replicas_called(
-        self, module: nn.Module, arguments: Arguments, options: CallOptions
+        self, module: nn.Module, arguments: Arguments, options: CallOptions, rows: int
     ) -> Iterator[OutputsOfReplicas]:
         """Call all replicas. If the body fails, the call has failed."""
         args, kwargs = arguments
-        parts = {"inputs": args, "keyword inputs": kwargs}
-        rows = count_rows(parts, options.dim, refuse_grad=False)
         plan = make_plan(rows, self._device_ids, shares=options.shares)
         transfers = AutogradTransfers()
         seconds = dict.fromkeys(PHASES, 0.0)
@@ -384,8 +386,13 @@ class Calls:
 
     def _tell_of_layers(self, module: nn.Module) -> None:
         """Warn once of layers and hooks that see the rows of one replica."""
-        kind = nn.modules.batchnorm._NormBase
-        norms = [part for part in modules_in(module) if isinstance(part, kind)]
+        replica_set = self._replicas.replica_set
+        if self._builds_of_norms != replica_set.builds:
+            self._builds_of_norms = replica_set.builds
+            self._norms = [p for p in replica_set.modules if isinstance(p, _NormBase)]
+        if not self._norms:  # mostly, and the walk below takes long
+            return
+        norms = [part for part in modules_in(module) if isinstance(part, _NormBase)]
         has_statistics = any(map(_has_statistics_of_rows, norms))
         if has_statistics and self._told.mark("batch normalisation"):
             warn(
@@ -466,6 +473,12 @@ class Calls:
         return "if clear" if are_marked else "never"
 
 
+def _rows_of(arguments: Arguments, options: CallOptions) -> int:
+    args, kwargs = arguments
+    parts = {"inputs": args, "keyword inputs": kwargs}
+    return count_rows(parts, options.dim, refuse_grad=False)
+
+
 def _joined_later(
     outputs: Sequence[Any], join: Callable[[Sequence[Any]], Any]
 ) -> Any | None:
@@ -497,7 +510,7 @@ def _joined_later(
     return read_later(outputs[0], entries, joins)
 
 
-def _has_statistics_of_rows(layer: nn.modules.batchnorm._NormBase) -> bool:
+def _has_statistics_of_rows(layer: _NormBase) -> bool:
     """Whether a layer computes, or keeps, statistics of the rows that it sees."""
     if uses_batch_statistics(layer):
         return True

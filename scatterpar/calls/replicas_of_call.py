@@ -13,6 +13,8 @@ Parameters are sent when they have changed::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
+from itertools import chain
+from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
@@ -31,6 +33,9 @@ from scatterpar.objects.whose import is_user_function
 from scatterpar.replicas.buffers import written_unseen
 from scatterpar.replicas.replicas import Replica, ReplicaSet
 from scatterpar.threads.workers import Workers
+
+_PARAMETERS = attrgetter("_parameters")
+_IS_LEAF = attrgetter("is_leaf")
 
 
 class _Root(nn.Module):
@@ -221,6 +226,20 @@ def modules_in(root: nn.Module) -> list[nn.Module]:
                 seen.add(child)
                 modules.append(child)
     return modules
+
+
+def first_computed(modules: Sequence[nn.Module]) -> Tensor | None:
+    """The first parameter of ``modules`` that is computed from others, if there is one.
+
+    As ``torch.func.functional_call`` sets them. Without a Python call per parameter,
+    because each call asks.
+    """
+    registries = map(_PARAMETERS, modules)
+    values = list(chain.from_iterable(map(dict.values, registries)))
+    parameters = [value for value in values if value is not None]
+    if all(map(_IS_LEAF, parameters)):
+        return None
+    return next(parameter for parameter in parameters if not parameter.is_leaf)
 
 
 def _boxes_of(hooks: Iterable[Any]) -> Iterable[Any]:

@@ -151,11 +151,8 @@ class Broadcast:
         Returns ``False``, and changes nothing, if a kind or a shape is another.
         ``have_same_forms`` is the present answer of that method.
         """
-        # Of thousands of small tensors: ``is_set_to`` takes five times as long as an
-        # address. No other storage has this one, because ``places`` keep theirs.
-        if have_same_forms and self._addresses:
-            if _addresses(self._tensors) == self._addresses:
-                return True
+        if have_same_forms and self._have_same_addresses():
+            return True
         return self.are_in_place() or self.adopt(self.contents, self.memories)
 
     def forget_moved(self) -> None:
@@ -324,7 +321,8 @@ class Broadcast:
             copies = {0: pack([tensors[key] for key in keys])}
             for sender, receiver in reversed(tree_pairs(len(devices))):
                 device = devices[receiver]
-                targets = [self.at(device)[key] for key in keys]
+                of_device = self.at(device)
+                targets = [of_device[key] for key in keys]
                 copies[receiver] = deliver(
                     copies[sender], targets, device, transfers, "replicate"
                 )
@@ -372,6 +370,12 @@ class Broadcast:
         ``requires_grad`` that were remembered.
         """
         return self._forms is not None and self._forms.are_same()
+
+    def _have_same_addresses(self) -> bool:
+        # Of thousands of small tensors: ``is_set_to`` takes five times as long. No
+        # other storage can have the address, because ``places`` keep theirs.
+        known = self._addresses
+        return bool(known) and known == _addresses(self._tensors)
 
     def are_in_place(self) -> bool:
         """Whether the storage, shape and strides of all tensors are as they were."""

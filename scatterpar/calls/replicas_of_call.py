@@ -235,8 +235,8 @@ def first_computed(modules: Sequence[nn.Module]) -> Tensor | None:
     because each call asks.
     """
     registries = map(_PARAMETERS, modules)
-    values = list(chain.from_iterable(map(dict.values, registries)))
-    parameters = [value for value in values if value is not None]
+    values = chain.from_iterable(map(dict.values, registries))
+    parameters: list[Tensor] = [value for value in values if value is not None]
     if all(map(_IS_LEAF, parameters)):
         return None
     return next(parameter for parameter in parameters if not parameter.is_leaf)

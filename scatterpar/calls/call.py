@@ -216,6 +216,7 @@ class Calls:
 
     def _why_on_master(self, module: nn.Module) -> str:
         """Why calls are computed on the master alone; empty if they are divided."""
+        # Workers do not have its interpreters, and vmap hides a dimension of rows.
         if is_transformed():
             return "it runs in a transform of torch.func"
         if module in self._indivisible:
@@ -239,6 +240,7 @@ class Calls:
 
     def _tell_of_master(self, module: nn.Module, why: str) -> None:
         name = type(module).__name__
+        # Only the begin of a reason: shapes at its end may differ in each call.
         if len(self._device_ids) > 1 and self._told.mark((name, why[:40])):
             warn(f"a call of {name} is computed on the first device alone: {why}")
 
@@ -316,6 +318,7 @@ class Calls:
                 raise
             # The caller may write pinned inputs as soon as the call has ended.
             transfers.synchronize()
+            # After the body: if the outputs cannot be joined, nothing was drawn.
             # Warnings come last, because a filter may make them errors.
             generators.commit()
             writes.tell(dict(enumerate(args)) | kwargs)
@@ -323,6 +326,7 @@ class Calls:
             self._lost_state.tell()
             if len(plan.shares) > 1:
                 self._tell_of_layers(module)
+            # Last: after a failed call it is still that of the call before.
             self.last_report = report
 
     def _run(
@@ -410,6 +414,7 @@ class Calls:
         outputs = computed.outputs
         division = computed.division
         if len(outputs) == 1:
+            # Its node, too, says when a backward pass begins.
             return nested.map_tensors(lambda t: division.on_master(0, t), outputs[0])
         dim = options.dim
         rows = division.rows

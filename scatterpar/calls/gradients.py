@@ -123,6 +123,7 @@ class CallGradients:
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
+        # Nobody selects it: a pass that does not execute it is an ``autograd.grad``.
         self.backward_probe = torch.zeros((), requires_grad=True)
         self.is_synced = True
         self.were_added = False
@@ -396,6 +397,7 @@ class CallGradients:
             self._tell_of_parts()
         with torch.inference_mode(False), torch.enable_grad():
             device = pairs[0][0].device
+            # By a backward pass, so that hooks on parameters run.
             root = attach(partial(torch.zeros, (), device=device), pairs)
             backward([root], [root.detach()])
 
@@ -458,6 +460,7 @@ class CallGradients:
                 dropped.add(key)
             else:
                 raise RuntimeError(_changed_while_waiting(self._tensors[key]))
+        # Without a gradient of replica 0's, others go as those beside them do.
         if dropped and not is_kept:
             dropped = set(self._marks)
         for waiting in self._waiting:
@@ -481,7 +484,7 @@ class CallGradients:
         """Remember the user's gradients, to see later whether they were dropped."""
         for key in set().union(*self._waiting):
             tensor = self._tensors[key]
-            if not tensor.is_leaf:
+            if not tensor.is_leaf:  # autograd keeps no gradient of it
                 continue
             # Into one that is frozen meanwhile autograd accumulates nothing.
             if key not in self._hooks and tensor.requires_grad:
@@ -550,6 +553,7 @@ class _Connection(torch.autograd.Function):
         # A parameter that a replica does not use has no gradient, not one of zeros.
         ctx.set_materialize_grads(False)
         connected = tensors[len(tensors) - copies :]
+        # As if written: new tensors would not be those that the replicas hold.
         ctx.mark_dirty(*connected)
         # The first output is on the master: so is the thread of the backward pass.
         return backward_probe.new_zeros((), device=bucket.tensors[0].device), *connected
@@ -620,6 +624,7 @@ def _plus_in(total: dict[int, Tensor], key: int, gradient: Tensor) -> None:
     earlier = total.get(key)
     if earlier is None:
         total[key] = gradient
+    # torch adds a sparse tensor to a dense one, but no dense one to a sparse one.
     elif earlier.layout == torch.strided:
         total[key] = earlier + gradient
     else:
@@ -687,5 +692,6 @@ def _add_after_closure(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
 
 
 def _add_waiting_of(optimizer: Optimizer) -> None:
+    # A list, because hooks of the user run in the sum, and may make an engine.
     for gradients in list(_all_gradients):
         gradients.add_before(optimizer)

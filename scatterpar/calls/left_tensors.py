@@ -53,6 +53,7 @@ def join_left_tensors(
         for key, value in list(entries_of(container)):
             if key in before and before[key] is value:
                 continue
+            # Sets and deques have no place to which a joined tensor could be written.
             if not isinstance(container, (dict, list)) or (id(container), key) in known:
                 continue
             if not is_divided or not any(_is_tensor(a) for a in nested.atoms(value)):

@@ -96,6 +96,7 @@ def combined_number(
 ) -> Tensor:
     """One number of those of parts. A mean of no terms is ignored, as it is NaN."""
     first = numbers[0]
+    # In its own dtype: torch adds integers up in int64.
     if rule.is_sum:
         return torch.stack(list(numbers)).sum(dtype=first.dtype)
     total = sum(weights)

@@ -96,11 +96,13 @@ class ReplicasOfCall:
             # ``.data = values`` raises no version, either.
             is_read_again |= not are_in_place
             reads_values = seen != self._seen or is_read_again
+            # Before values are read: a write meanwhile is seen by the next call.
             present = versions(replica_set.tensors)
             changed: Set[int] = frozenset()
             broadcast = replica_set.broadcast
             if reads_values:
                 broadcast.send_changed(transfers, broadcast.compare())
+                # If a copy has failed, the next call reads all values again.
                 self.gradients.were_added = False
             else:
                 if present != self._versions or self._unseen:
@@ -136,6 +138,7 @@ class ReplicasOfCall:
         if replica_set.compiler is None or compiled is None:
             return module
         key = id(module), replica_set.builds
+        # Kept between calls, because a new one would be compiled again.
         if key not in self._compiled_calls:
             # Those of earlier builds are not called again.
             self._compiled_calls.clear()
@@ -173,6 +176,7 @@ class ReplicasOfCall:
         # The copy of the first replica is never called: it has the values from before.
         copies = replica_set.replicas[0].own_tensors()
         with torch.no_grad():
+            # Not all: a write to what has not changed would break the user's graphs.
             targets: list[Tensor] = []
             values: list[Tensor] = []
             for number, value in copies.items():

@@ -77,12 +77,14 @@ def read_later(
         if type(output) in (dict, OrderedDict):  # whose objects keep their class
             result = kind(output)
         else:
+            # Not by its constructor, which may ask for more, or compute.
             result = copy.copy(output)
             result.__class__ = kind
     except TypeError:  # another layout, such as slots
         return None
     for name, value in entries.items():
         _set(result, name, value)
+    # So that keys, their order and ``len`` are those of the whole output.
     for name in joins:
         _set(result, name, None)
     vars(result)[_UNREAD] = dict(joins)
@@ -99,6 +101,7 @@ def _set(output: Any, name: str, value: Any) -> None:
     vars(output)[name] = value
 
 
+# Two outputs of one class have one class again.
 @functools.cache
 def _class_for(kind: type) -> Any:
     mixin = _UnreadItems if issubclass(kind, dict) else _UnreadFields
@@ -113,6 +116,7 @@ def _class_for(kind: type) -> Any:
 class _UnreadFields:
     """Joins a field at its first access."""
 
+    # Not ``__getattr__``: the field is there, and is None until it is joined.
     def __getattribute__(self, name: str) -> Any:
         unread = object.__getattribute__(self, "__dict__").get(_UNREAD)
         if unread:
@@ -134,6 +138,7 @@ class _UnreadFields:
     def __repr__(self) -> str:
         return repr(_whole_output(self))
 
+    # As the user's class: pickle could not import this one.
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _whole_output(self).__reduce_ex__(protocol)
 

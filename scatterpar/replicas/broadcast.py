@@ -88,6 +88,7 @@ class Broadcast:
         memories: the devices, each once; the master is the first.
         parameters: the numbers of the tensors that are parameters.
         places: aliases of the tensors as they were stored when they were adopted.
+        forms: those of the tensors when replicas last followed them.
     """
 
     def __init__(
@@ -109,8 +110,8 @@ class Broadcast:
         self._layout = _layout(contents)
         # To see later whether a tensor's storage, shape or strides were exchanged.
         self.places = list(map(Tensor.detach, self._tensors))
-        self._addresses = _known_addresses(self.places)
-        self._forms: Forms | None = None
+        self._addresses = _addresses(self.places)
+        self.forms: Forms | None = None
         self._copies = {
             device: empty_like_on(self._tensors, device) for device in self.memories[1:]
         }
@@ -142,17 +143,22 @@ class Broadcast:
         self.contents = contents  # another root may hold the same tensors
         self._flat.pop(self.memories[0], None)
         self.places = list(map(Tensor.detach, self._tensors))
-        self._addresses = _known_addresses(self.places)
+        self._addresses = _addresses(self.places)
+        self.forms = None
         return True
 
     def adopt_storages(self, *, have_same_forms: bool = False) -> bool:
         """Send the tensors as they are stored now: users may exchange a storage.
 
         Returns ``False``, and changes nothing, if a kind or a shape is another.
-        ``have_same_forms`` is the present answer of that method.
+        ``have_same_forms`` says that their forms are known to be the same.
         """
-        if have_same_forms and self._have_same_addresses():
-            return True
+        # Of thousands of small tensors: ``is_set_to`` takes five times as long. No
+        # other storage can have the address, because ``places`` keep theirs.
+        if have_same_forms and self._addresses:
+            present = list(map(Tensor.data_ptr, self._tensors))
+            if present == self._addresses:
+                return True
         return self.are_in_place() or self.adopt(self.contents, self.memories)
 
     def forget_moved(self) -> None:
@@ -359,23 +365,10 @@ class Broadcast:
         return self._flat[device]
 
     def remember_forms(self) -> None:
-        """Remember the tensors as they are, for ``have_same_forms``.
-
-        Only after all that depends on ``requires_grad`` has followed it.
+        """Remember ``forms``: only after all that depends on ``requires_grad`` has
+        followed the tensors.
         """
-        self._forms = Forms(self._tensors)
-
-    def have_same_forms(self) -> bool:
-        """Whether the tensors are known to have the shapes, strides and
-        ``requires_grad`` that were remembered.
-        """
-        return self._forms is not None and self._forms.are_same()
-
-    def _have_same_addresses(self) -> bool:
-        # Of thousands of small tensors: ``is_set_to`` takes five times as long. No
-        # other storage can have the address, because ``places`` keep theirs.
-        known = self._addresses
-        return bool(known) and known == _addresses(self._tensors)
+        self.forms = Forms(self._tensors)
 
     def are_in_place(self) -> bool:
         """Whether the storage, shape and strides of all tensors are as they were."""
@@ -383,13 +376,9 @@ class Broadcast:
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return list(map(Tensor.data_ptr, tensors))
-
-
-def _known_addresses(tensors: Sequence[Tensor]) -> list[int]:
     """The address of each tensor; none if one of them has no memory."""
     try:
-        addresses = _addresses(tensors)
+        addresses = list(map(Tensor.data_ptr, tensors))
     except RuntimeError:  # of a subclass that consists of other tensors
         return []
     return addresses if all(addresses) else []

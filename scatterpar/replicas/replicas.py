@@ -404,7 +404,8 @@ class ReplicaSet:
         if self.state is None:
             return False
         # Before ``adopt_storages``: whether the slots, too, are those of the tensors.
-        have_same_forms = self.broadcast.have_same_forms()
+        forms = self.broadcast.forms
+        have_same_forms = forms is not None and forms.are_same()
         if asks_places and not self.broadcast.adopt_storages(
             have_same_forms=have_same_forms
         ):
@@ -432,6 +433,7 @@ class ReplicaSet:
         if list(map(REQUIRES_GRAD, tensors)) != self.slots.requires_grad:
             self.slots = Slots(self.contents, self.options.accumulate_dtype)
             self._set_requires_grad()
+            self.broadcast.forms = None  # those that the slots followed before
         # A backward pass has other modes than calls, so their forms would differ.
         if asks_places:
             self.broadcast.remember_forms()

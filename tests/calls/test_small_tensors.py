@@ -129,6 +129,35 @@ def test_one_that_is_trained_later_gets_its_gradient(layout):
         assert_close(engine(ROWS).detach(), net(ROWS).detach(), "output")
 
 
+def freezes_in_between(engine, net):
+    output = engine(ROWS)
+    net.listed[3].requires_grad_(False)
+    output.sum().backward()
+
+
+def freezes_with_another_container(engine, net):
+    net.listed[3].requires_grad_(False)
+    net.more = [1.0]
+    engine(ROWS)
+
+
+@pytest.mark.parametrize("freeze", [freezes_in_between, freezes_with_another_container])
+def test_one_that_is_trained_again_gets_its_gradient(layout, freeze):
+    """All is as it was once, but not as the replicas have followed it last."""
+    net = build(Holds)
+    net.listed[3].requires_grad_()
+    plain = copy.deepcopy(net)
+    with ScatterOnceParallel(net, device_ids=layout, verify=False) as engine:
+        for _ in range(3):
+            engine(ROWS)
+        freeze(engine, net)
+        net.listed[3].requires_grad_()
+        net.listed[3].grad = None
+        engine(ROWS).sum().backward()
+        plain(ROWS).sum().backward()
+        assert_close(net.listed[3].grad, plain.listed[3].grad, "grad")
+
+
 def test_replicas_follow_the_first_one_in_what_forward_writes(layout):
     """A replica's own write is not the user's: its next call begins as the first's."""
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import compress
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ _WORDS_IN_THE_HOST = 2**14
 # Odd pseudo-random numbers, for two rounds of mixing.
 _FIRST_MULTIPLIER = -0x61C8864680B583EB
 _SECOND_MULTIPLIER = 0x2545F4914F6CDD1D
+
+
+_KIND = attrgetter("dtype", "nbytes")
 
 
 class Fingerprints:
@@ -90,8 +94,11 @@ def _read_together(
     """
     # Of thousands of small tensors the host does little for each.
     by_kind: dict[tuple[torch.dtype, int], tuple[list[int], list[Tensor]]] = {}
-    for key, tensor in tensors.items():
-        keys, parts = by_kind.setdefault((tensor.dtype, tensor.nbytes), ([], []))
+    kinds = map(_KIND, tensors.values())
+    for (key, tensor), kind in zip(tensors.items(), kinds, strict=True):
+        if kind not in by_kind:
+            by_kind[kind] = [], []
+        keys, parts = by_kind[kind]
         keys.append(key)
         parts.append(tensor)
     together: list[tuple[list[int], list[Tensor]]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from scatterpar.torch_private.entry_points import find
 
-_preserve_version_counters = find("torch.autograd", "_unsafe_preserve_version_counter")
+# Not torch's context manager around it, which calls Python for each tensor.
+_set_version_counters = find("torch._C._autograd", "_unsafe_set_version_counter")
+_VERSION = attrgetter("_version")
 # Compares many tensors with what they were in one call of C++, for torch.compile.
 _TensorGuards: Any = find("torch._C._dynamo.guards", "TensorGuards")
 # Dense tensors as one 1-D tensor, and its parts with the shapes of given tensors. In
@@ -30,8 +33,12 @@ def version_counters_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
     The body leaves the values as they were: a graph that has saved them stays valid,
     and a changed counter would refuse its backward pass.
     """
-    with _preserve_version_counters(tuple(tensors)):
+    kept = tuple(tensors)
+    versions = tuple(map(_VERSION, kept))
+    try:
         yield
+    finally:
+        _set_version_counters(kept, versions)
 
 
 class Forms:

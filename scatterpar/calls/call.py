@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.rnn import PackedSequence
 
 from scatterpar.batch import nested
@@ -182,7 +181,7 @@ class Calls:
         if why:
             return self._on_master(module, arguments, why)
         try:
-            rows = _rows_of(arguments, options)
+            rows = _num_rows_of_call(arguments, options)
         except (ValueError, TypeError) as error:
             if any(isinstance(atom, Batches) for atom in nested.atoms(arguments)):
                 raise
@@ -204,7 +203,7 @@ class Calls:
         self, module: nn.Module, arguments: Arguments, options: CallOptions
     ) -> tuple[tuple[Any, ...], Plan]:
         """Call the replicas. Returns their outputs, where they are, and the plan."""
-        rows = _rows_of(arguments, options)
+        rows = _num_rows_of_call(arguments, options)
         with self._replicas_called(module, arguments, options, rows) as computed:
             division = computed.division
             found = nested.tensors(computed.outputs)
@@ -390,13 +389,14 @@ class Calls:
 
     def _tell_of_layers(self, module: nn.Module) -> None:
         """Warn once of layers and hooks that see the rows of one replica."""
+        kind = nn.modules.batchnorm._NormBase
         replica_set = self._replicas.replica_set
         if self._builds_of_norms != replica_set.builds:
             self._builds_of_norms = replica_set.builds
-            self._norms = [p for p in replica_set.modules if isinstance(p, _NormBase)]
+            self._norms = [p for p in replica_set.modules if isinstance(p, kind)]
         if not self._norms:  # mostly, and the walk below takes long
             return
-        norms = [part for part in modules_in(module) if isinstance(part, _NormBase)]
+        norms = [part for part in modules_in(module) if isinstance(part, kind)]
         has_statistics = any(map(_has_statistics_of_rows, norms))
         if has_statistics and self._told.mark("batch normalisation"):
             warn(
@@ -478,7 +478,7 @@ class Calls:
         return "if clear" if are_marked else "never"
 
 
-def _rows_of(arguments: Arguments, options: CallOptions) -> int:
+def _num_rows_of_call(arguments: Arguments, options: CallOptions) -> int:
     args, kwargs = arguments
     parts = {"inputs": args, "keyword inputs": kwargs}
     return count_rows(parts, options.dim, refuse_grad=False)
@@ -515,7 +515,7 @@ def _joined_later(
     return read_later(outputs[0], entries, joins)
 
 
-def _has_statistics_of_rows(layer: _NormBase) -> bool:
+def _has_statistics_of_rows(layer: nn.modules.batchnorm._NormBase) -> bool:
     """Whether a layer computes, or keeps, statistics of the rows that it sees."""
     if uses_batch_statistics(layer):
         return True

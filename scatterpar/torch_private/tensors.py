@@ -14,7 +14,7 @@ from scatterpar.torch_private.entry_points import find
 
 # Not torch's context manager around it, which calls Python for each tensor.
 _set_version_counters = find("torch._C._autograd", "_unsafe_set_version_counter")
-_VERSION = attrgetter("_version")
+_COUNTER = attrgetter("_version")
 # Compares many tensors with what they were in one call of C++, for torch.compile.
 _TensorGuards: Any = find("torch._C._dynamo.guards", "TensorGuards")
 # Dense tensors as one 1-D tensor, and its parts with the shapes of given tensors. In
@@ -34,7 +34,7 @@ def version_counters_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
     and a changed counter would refuse its backward pass.
     """
     kept = tuple(tensors)
-    versions = tuple(map(_VERSION, kept))
+    versions = tuple(map(_COUNTER, kept))
     try:
         yield
     finally:

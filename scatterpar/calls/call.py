@@ -178,14 +178,17 @@ class Calls:
         state and gradients are as before.
         """
         why = self._why_on_master(module)
+        rows = 0
+        if not why:
+            try:
+                rows = _num_rows_of_call(arguments, options)
+            except (ValueError, TypeError) as error:
+                if any(isinstance(atom, Batches) for atom in nested.atoms(arguments)):
+                    raise
+                why = str(error)
+        # Past the handler, or an error of the module would have this one as context.
         if why:
             return self._on_master(module, arguments, why)
-        try:
-            rows = _num_rows_of_call(arguments, options)
-        except (ValueError, TypeError) as error:
-            if any(isinstance(atom, Batches) for atom in nested.atoms(arguments)):
-                raise
-            return self._on_master(module, arguments, str(error))
         try:
             with self._replicas_called(module, arguments, options, rows) as computed:
                 try:

@@ -105,7 +105,7 @@ OF_THE_PAIR = [name for name, program in ALL.items() if not program.engine_alone
 
 
 @pytest.mark.parametrize("calls", [1, pytest.param(3, marks=pytest.mark.slow)])
-@quick_layouts
+@quick_of_several  # one replica of a pair is plain torch
 @pytest.mark.parametrize("name", OF_THE_PAIR)
 def test_program_of_the_pair_equals_plain_torch(name, layout, calls):
     check_program(ALL[name], layout, calls, "pair")

@@ -212,7 +212,7 @@ def _have_rows(
     )
     raise ValueError(
         f"outputs of shape {' and '.join(shapes)} cannot be joined along dim={dim}, "
-        f"since they have not one entry per row there, nor the same values in all "
+        f"because they have neither one entry per row there nor the same values in all "
         f"micro-batches; {_join_remedy(atoms, rows, dim, names_map)}"
     )
 

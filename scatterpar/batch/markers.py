@@ -29,7 +29,7 @@ from scatterpar.batch import nested
 from scatterpar.batch.classes import attribute_with_rows, copy_of
 from scatterpar.batch.objects import remedy_for, unsplit_rows
 
-_SHOWN_SIZES = 3  # in the error for a batch that disagrees in its rows
+_SHOWN_SIZES = 3  # in the error for tensors with different numbers of rows
 _NAMES_OF_ENTRIES: dict[type | tuple[type, ...], str] = {
     str: "texts",
     Mapping: "dicts",
@@ -326,11 +326,11 @@ def count_rows(
         if len(sizes) > _SHOWN_SIZES:
             listed += f" and {len(sizes) - _SHOWN_SIZES} more"
         raise ValueError(
-            f"the batch disagrees in its rows along dim={dim}: {listed}; "
-            f"{_views_of(sizes)}transpose "
-            "what has its rows along another dimension, as states of recurrent layers "
-            "(state.transpose(0, 1)), mark what has no rows as Replicated(value), and "
-            "a list with one entry per row as Rows(entries)"
+            f"tensors of the batch have different numbers of rows along dim={dim}: "
+            f"{listed}; {_views_of(sizes)}transpose a tensor that has its rows along "
+            "another dimension, as states of recurrent layers "
+            "(state.transpose(0, 1)), mark a value without rows as Replicated(value), "
+            "and a list with one entry per row as Rows(entries)"
         )
     (rows,) = sizes
     if rows == 0:

@@ -83,7 +83,7 @@ class CallOptions:
         shares: the relative sizes of the replicas' shares.
         verify: whether a few rows are compared before calls 1, 2, 4, 8, ….
         check_finite: whether a number that is not finite is an error.
-        tells_state: whether state that replicas leave differently is told.
+        tells_state: whether to warn of state that replicas leave differently.
     """
 
     dim: int = 0

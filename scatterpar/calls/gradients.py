@@ -415,8 +415,8 @@ class CallGradients:
         if self._told.mark("step"):
             warn(
                 "an optimizer steps while gradients wait at the replicas, because the "
-                "last backward pass was inside of no_sync(): they are added now, and "
-                "code that has read .grad before, such as clipping, has not seen "
+                "last backward pass was inside of no_sync(): they are added now, but "
+                "clipping, and other code that has read .grad before, has not seen "
                 "them; make the last backward pass before a step outside of "
                 "no_sync()"
             )
@@ -647,9 +647,9 @@ _PARTLY_SELECTED = (
 def _changed_while_waiting(tensor: Tensor) -> str:
     return (
         f"the .grad of a parameter of shape {tuple(tensor.shape)} was changed while "
-        "gradients of other replicas wait, because no_sync() was entered: these would "
-        "not be changed alike; clip, unscale or write .grad after a backward pass "
-        "outside of no_sync(), or drop all by zero_grad()"
+        "gradients of other replicas wait, because no_sync() was entered: the waiting "
+        "gradients would not be changed; clip, unscale or write .grad after a backward "
+        "pass outside of no_sync(), or drop all gradients by zero_grad()"
     )
 
 

@@ -1,4 +1,4 @@
-"""State that a call leaves otherwise on each replica: told once, by name.
+"""Warnings of state that each replica leaves differently after a call, once by name.
 
 ::
 

@@ -153,19 +153,20 @@ def as_page(findings: DemoResults) -> str:
     table = _table_of_copies(findings.report.bytes)
     return f"""\
 {TEXTS} texts of 2 to {LENGTH} words, in {SUB_STEPS} micro-batches. Each gradient is
-compared with that of one backward pass over all texts.
+compared with the gradient of one backward pass over all texts.
 
 1. Accumulated by hand: (criterion(model(x), y) / {SUB_STEPS}).backward()
 {indent}no error and no warning; the gradient is off by {findings.by_hand:.0%}
 
 2. engine.forward_backward(words, labels, criterion)
-{indent}before a step, a few rows are computed in one piece and in parts; they are those
-{indent}whose labels differ most in number, so this error is larger than that of 1.:
+{indent}raises an error: before the step, the engine computes a few rows in one piece
+{indent}and in parts. It takes the rows whose labels differ most in number, so the
+{indent}error is larger than in 1.
 
 {refusal}
 
 3. engine.forward_backward(words, labels, criterion, count=count_labels())
-{indent}the same gradient, but for rounding: it differs by {findings.counted:.0e}
+{indent}the gradient of all texts, up to rounding: it differs by {findings.counted:.0e}
 
 {table}
 ({SUB_STEPS} calls of nn.DataParallel copy model and gradients {SUB_STEPS} times.)"""

@@ -472,9 +472,9 @@ class WholeBatch:
         hidden = [leaf for leaf in leaves_reached(loss, nodes) if id(leaf) not in known]
         if not self._foreign.isdisjoint(map(id, hidden)):
             raise TypeError(
-                "the loss reaches the module past the outputs that are joined, by "
-                "tensors in an object that forward returns, or that a hook keeps; "
-                "return these tensors from forward, in a tuple, dict or dataclass"
+                "the loss gets tensors of the module past the outputs that are joined: "
+                "from an object that forward returns, or that a hook keeps; return "
+                "these tensors from forward, in a tuple, dict or dataclass"
             )
         if self._ranks is None:
             return hidden
@@ -545,8 +545,8 @@ def _agree(second: Tensor, first: Tensor) -> Tensor:
 
 
 _WHY = (
-    "this module depends on something that is not the same the second time, such as "
+    "this module depends on something that differs between the two passes, such as "
     "the random numbers of Python or NumPy, or a counter outside of it; draw from "
-    "torch's generators and keep state in the module, or have one sub-step per "
-    "replica, which whole_batch=True computes once. Nothing was changed"
+    "torch's generators and keep state in the module, or use one sub-step per replica, "
+    "for which forward runs once. Nothing was changed"
 )

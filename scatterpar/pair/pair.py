@@ -559,9 +559,10 @@ def _rows_of(outputs: Sequence[Any], dim: int) -> list[int]:
         return candidates[0]
     if not all(map(_are_equal, numbers)):
         raise ValueError(
-            f"{len(outputs)} numbers alone cannot be averaged, because nothing tells "
-            "how many rows each is of; gather what DataParallelModel returned, before "
-            "you compute with it, or gather the numbers beside tensors with these rows"
+            f"{len(outputs)} numbers alone cannot be averaged, because the number of "
+            "rows of each is unknown; gather what DataParallelModel returned, before "
+            "you compute with it, or gather tuples of a number and a tensor with its "
+            "rows"
         )
     return [1] * len(outputs)
 

@@ -277,7 +277,7 @@ def _meaning(factor: float, ranks: int, parts: int) -> tuple[str, str]:
         (all_parts, "divided by neither ranks nor parts", _OVER_RANKS),
     )
     meanings: dict[str, str] = {}  # each with its remedy
-    # With as many ranks as parts, several readings fit: all are told.
+    # With as many ranks as parts, several readings fit: all are listed.
     for value, meaning, remedy in known:
         if value != 1 and math.isclose(factor, value, rel_tol=CLOSE):
             meanings[meaning] = remedy

@@ -184,7 +184,7 @@ def require_trainable(module: Any) -> None:
     if not torch.is_grad_enabled():
         raise RuntimeError(
             "a step under torch.no_grad() or inference_mode() has no gradient; call it "
-            "outside of these, or engine(inputs) or engine.loss for the loss alone"
+            "outside of these, or call engine.loss(…) if you need the loss only"
         )
     if not isinstance(module, nn.Module):
         return

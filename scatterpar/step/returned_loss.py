@@ -102,10 +102,10 @@ class LossWatch:
             if not parameters.isdisjoint(map(id, group["params"])):
                 self.end()
                 warn(
-                    "the latest loss of engine.loss(…) had no backward pass before "
-                    "this step of the optimizer, which has no gradient of it; call "
-                    "loss.backward() first, or engine.forward_backward(…), which needs "
-                    "none"
+                    "the optimizer steps without the gradient of the latest "
+                    "engine.loss(…), whose backward() was not called; call "
+                    "loss.backward() before the optimizer's step, or use "
+                    "engine.forward_backward(…)"
                 )
                 return
 

@@ -103,8 +103,8 @@ def warn_of_what_replicas_lack() -> None:
     names = modes()
     if names:
         warn(
-            f"{', '.join(names)}: active in the caller's thread, and blind to what "
-            "replicas compute in theirs; enter it in the module's forward, or use one "
+            f"{', '.join(names)}: sees the caller's thread only, and not the threads "
+            "in which replicas compute; enter it in the module's forward, or use one "
             "replica"
         )
     if is_profiled():

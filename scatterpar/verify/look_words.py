@@ -15,7 +15,7 @@ from scatterpar.verify.verdicts import RETURN, Verdict, in_lines
 
 _WAYS = (
     "Pass count= for a mean over something else, such as scatterpar.count_labels(), "
-    'reduction="sum" for a sum, or whole_batch=True if it compares rows. '
+    'reduction="sum" for a sum, or whole_batch=True if the loss compares rows. '
     "engine.check(inputs, targets, criterion) compares all gradients of a batch that "
     "fits on one device. verify=False does not check."
 )
@@ -27,9 +27,9 @@ _WAYS = (
 def turns_are_taken(look_request: LookRequest) -> str:
     """A criterion reads what forward passes leave behind."""
     return in_lines(
-        f"{look_request.loss} reads what forward passes leave behind (a hook?), which "
-        "replicas share, so they take turns, which is slower.",
-        f"To run them together, {RETURN}.",
+        f"{look_request.loss} reads what forward passes leave behind (a hook?). "
+        "Replicas share it, so they compute one after the other, which is slower.",
+        f"To let them compute at the same time, {RETURN}.",
         "Or pass verify=False.",
     )
 
@@ -37,11 +37,12 @@ def turns_are_taken(look_request: LookRequest) -> str:
 def state_is_moved(look_request: LookRequest, names: Sequence[str]) -> str:
     """Sub-steps move state with these ``names``."""
     return in_lines(
-        f"forward passes move {shortened(', '.join(names))}: at each sub-step, and on "
-        "each replica apart; attributes have your values in the next step.",
-        "Move it once per step, outside of forward, or keep it in a buffer and "
-        "train with one sub-step; let a criterion see all rows "
-        "(whole_batch=True; of the pair: gather).",
+        f"forward passes change {shortened(', '.join(names))}: in each sub-step, and "
+        "on each replica separately. The next step begins with your module's values "
+        "of attributes.",
+        "Change it once per step, outside of forward, or keep it in a buffer and "
+        "train with one sub-step. A criterion keeps it in a buffer, and sees all rows "
+        "(whole_batch=True; with the pair: gather).",
         "docs/limits.md, State in modules.",
     )
 

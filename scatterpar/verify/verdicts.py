@@ -150,9 +150,9 @@ def error_of_replica(
     verdict = _refused(
         f"{name}: the loss of {num_rows} rows is {loss:.4g} with your own module in "
         f"plain torch, but an error on a replica: {type(error).__name__}: {error}",
-        "A replica is a copy of the module: what refers to your own module, such as a "
-        "global variable or gradients by your own parameters, does not lead to it. If "
-        f"it reads what forward leaves on the module, {RETURN}.",
+        "A replica is a copy of the module. Code that refers to your own module, such "
+        "as a global variable or gradients by your own parameters, does not reach the "
+        f"copy. If it reads a value that forward sets on the module, {RETURN}.",
         "No count=, reduction= or whole_batch= says that.",
     )
     return replace(verdict, error=error)
@@ -162,8 +162,8 @@ def taken_for_rows(shape: Sequence[int], dim: int) -> Verdict:
     """The verdict on an output that a join would take for rows."""
     return _refused(
         f"an output of shape {tuple(shape)} has no rows, but as many entries along "
-        f"dim={dim} as each micro-batch has rows, so that those of all micro-batches "
-        f"would be joined.",
+        f"dim={dim} as each micro-batch has rows, so that the outputs of all "
+        f"micro-batches would be joined.",
         f"Return it as .unsqueeze({dim}), or pass another number of sub-steps.",
     )
 
@@ -171,8 +171,8 @@ def taken_for_rows(shape: Sequence[int], dim: int) -> Verdict:
 def pairs_of_rows(shape: Sequence[int]) -> Verdict:
     """The verdict on an output with an entry for each pair of rows."""
     return _refused(
-        f"an output of shape {tuple(shape)} has an entry for each pair of rows, and in "
-        f"a micro-batch for the pairs of its own rows alone.",
+        f"an output of shape {tuple(shape)} has an entry for each pair of rows, but a "
+        f"micro-batch has only the pairs of its own rows.",
         "Return from forward what it is computed from, one entry per row, such as the "
         "features of images and texts, and compute the pairs in the criterion.",
     )
@@ -184,8 +184,8 @@ def rows_broadcast(name: str, broadcast: RowBroadcast) -> Verdict:
     beyond = " and ".join(str(tuple(shape)) for shape in broadcast.beyond)
     return _refused(
         f"{name}: for {broadcast.more_rows} rows the shapes {beyond} do not "
-        f"broadcast, so that plain torch refuses the batch. For the "
-        f"{broadcast.num_rows} rows of a micro-batch {within} do, and rows meet "
+        f"broadcast, so that plain torch refuses the batch. In a micro-batch of "
+        f"{broadcast.num_rows} rows {within} do broadcast, and combine rows with "
         f"columns.",
         "Pass targets, weights and masks with as many dimensions as the output has, "
         "such as weights[:, None].",
@@ -216,7 +216,7 @@ def _module_name(results: LookResults) -> str:
 def _wrong_on_the_replica(results: LookResults, _: Finding) -> Verdict:
     loss = name_of_loss(results.request)
     return _refused(
-        f"{loss} leads to the module that is trained, or the module has a "
+        f"{loss} refers to the module that is trained, or the module has a "
         f"tensor computed from parameters: the loss of {results.num_rows} rows is "
         f"{results.expected.loss:.4g} with your own module in plain torch, but "
         f"{results.of_replica.loss:.4g} on a replica (the gradient is "
@@ -288,7 +288,7 @@ def other_remedies(results: LookResults, remedy: str) -> list[str]:
     sentences = [f"Otherwise pass {', or '.join(ways)}."] if ways else []
     comparing = remedy_of_compared_rows(results)
     if comparing not in remedy:
-        sentences.append(f"If it compares rows with each other, {comparing}.")
+        sentences.append(f"If the loss compares rows with each other, {comparing}.")
     sentences.append(
         "Or make it a mean of one loss per row; docs/losses.md has sums of means."
     )
@@ -400,7 +400,7 @@ def _unknown(results: LookResults, _: Finding) -> Verdict:
         )
     return _refused_combination(
         results,
-        "If it compares rows with each other, or is a ratio of sums, "
+        "If the loss compares rows with each other, or is a ratio of sums, "
         f"{remedy_of_compared_rows(results)}.",
     )
 

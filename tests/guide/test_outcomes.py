@@ -389,7 +389,7 @@ def leaving(net, rows):
     return net.linear(rows)
 
 
-REPLICA = "leads to the module.*in plain torch, but.*on a replica"
+REPLICA = "refers to the module.*in plain torch, but.*on a replica"
 
 REFUSED: dict[str, tuple[Case, str]] = {
     "ignored labels in a lambda": (
@@ -687,23 +687,23 @@ TOLD: dict[str, tuple[Case, str]] = {
     ),
     "a private attribute that held None": (
         case_of(net(remembering, _past=None)),
-        "move the attribute '_past'",
+        "change the attribute '_past'",
     ),
     "a queue of MoCo's": (
         case_of(Queue, accum=3),
-        "the buffer 'queue', the attribute 'calls', the attribute 'last': at each sub",
+        "the buffer 'queue', the attribute 'calls', the attribute 'last': in each sub",
     ),
     "a queue, one sub-step per replica": (
         case_of(Queue, accum=1),
-        "move the buffer 'queue', the attribute 'last', the attribute 'calls': at",
+        "change the buffer 'queue', the attribute 'last', the attribute 'calls': in",
     ),
     "a list that forward passes append to": (
         case_of(net(appending, losses=[]), accum=1),
-        "move the attribute 'losses': at",
+        "change the attribute 'losses': in",
     ),
     "a hidden state, one sub-step per replica": (
         case_of(net(carries, state=torch.zeros(CLASSES).double()), accum=1),
-        "move the attribute 'state': at",
+        "change the attribute 'state': in",
     ),
 }
 
@@ -730,7 +730,7 @@ def test_moved_attributes_told_by_name(make):
         texts = said(engine, case, 9)
     name = "calls" if make is Queue else "state"
     assert len(texts) == 1
-    assert f"forward passes move the attribute {name!r}: at each sub-step" in texts[0]
+    assert f"forward passes change the attribute {name!r}: in each sub-step" in texts[0]
     assert "keep it in a buffer and train with one sub-step" in texts[0]
 
 

@@ -82,7 +82,7 @@ def test_gather_of_lists_and_rowless_values():
     numbers = [torch.tensor(float(n), requires_grad=True) for n in (3, 1)]
     mixed = tuple({"y": torch.ones(int(n), 2), "loss": n} for n in numbers)
     assert gather(mixed, "cpu")["loss"] == 2.5
-    with pytest.raises(ValueError, match="how many rows each is of"):
+    with pytest.raises(ValueError, match="the number of rows of each is unknown"):
         gather(numbers, "cpu")
     mean = gather([numbers[0]] * 2, "cpu")  # of any rows
     mean.backward()

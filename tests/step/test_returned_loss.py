@@ -70,7 +70,7 @@ def test_finished_loss_is_used_as_a_tensor(engine):
 def test_unused_loss_is_told_at_optimizers_step(engine):
     optimizer = torch.optim.SGD(engine.module.parameters(), 0.1)
     engine.loss(X, Y, criterion)
-    with pytest.warns(UserWarning, match=r"no backward pass before this step") as told:
+    with pytest.warns(UserWarning, match=r"without the gradient of the latest") as told:
         optimizer.step()
     assert [warning.filename for warning in told] == [__file__]
     with warnings.catch_warnings():
@@ -82,7 +82,7 @@ def test_lag_of_a_scheduler_does_not_hide_the_line(engine):
     optimizer = torch.optim.AdamW(engine.module.parameters(), 0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     engine.loss(X, Y, criterion)
-    with pytest.warns(UserWarning, match=r"no backward pass before this step") as told:
+    with pytest.warns(UserWarning, match=r"without the gradient of the latest") as told:
         optimizer.step()
     scheduler.step()
     assert [warning.filename for warning in told] == [__file__]
@@ -124,6 +124,6 @@ def test_several_unused_losses_are_told_each(engine):
         optimizer = torch.optim.SGD(engine.module.parameters(), 0.1)
         engine.loss(X, Y, criterion)
         second.loss(X, Y, criterion)
-        with pytest.warns(UserWarning, match="no backward pass before this step"):
+        with pytest.warns(UserWarning, match="without the gradient of the latest"):
             optimizer.step()
         optimizer.step()

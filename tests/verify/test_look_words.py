@@ -38,8 +38,8 @@ def inconclusive(**options):
         ),
         (
             look_words.state_is_moved(asked(), ["the buffer 'a'", "the number b"]),
-            "forward passes move the buffer 'a', the number b: at each sub-step",
-            "Move it once per step, outside of forward",
+            "forward passes change the buffer 'a', the number b: in each sub-step",
+            "Change it once per step, outside of forward",
         ),
         (
             look_words.tensor_was_not_saved((3, 4)),

@@ -75,7 +75,7 @@ def test_moved_attribute_told_by_name(case, sub_steps):
     inputs = randn(8, FEATURES)
     with (
         ScatterOnceParallel(model, 1, ["cpu"] * sub_steps) as engine,
-        pytest.warns(UserWarning, match="forward passes move the attribute 'kept'"),
+        pytest.warns(UserWarning, match="forward passes change the attribute 'kept'"),
     ):
         engine.forward_backward(inputs, randn(8, CLASSES), nn.MSELoss())
 
@@ -98,7 +98,9 @@ def test_moved_attribute_of_criterion_told(options):
     inputs, targets = randn(8, FEATURES), randn(8, CLASSES)
     with (
         ScatterOnceParallel(linear(), 1, ["cpu"] * 2) as engine,
-        pytest.warns(UserWarning, match="move the attribute 'position': at each sub-"),
+        pytest.warns(
+            UserWarning, match="change the attribute 'position': in each sub-"
+        ),
     ):
         engine.forward_backward(inputs, targets, Numbered(), **options)
 

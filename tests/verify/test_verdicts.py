@@ -80,7 +80,10 @@ def verdict_of(monkeypatch):
         ([3 / 4, 1 / 4], "a mean over rows, whatever the labels: pass count=lambda"),
         ([1, 1], 'a sum: pass reduction="sum"'),
         ([1 / 2, 1 / 2], "a mean over the labels that are not -100"),
-        ([0.9, 0.3], "If it compares rows with each other, or is a ratio of sums"),
+        (
+            [0.9, 0.3],
+            "If the loss compares rows with each other, or is a ratio of sums",
+        ),
     ],
 )
 def test_combination_named_by_its_weights(true_weights, remedy, verdict_of):
@@ -240,7 +243,7 @@ def test_centre_of_rows_is_told_by_name():
     """As batch normalisation, it was refused, for a module with its own loss."""
     inputs = torch.randn(12, 3).double()
     engine = ScatterOnceParallel(Centred(False), 2, ["cpu"] * 2)
-    with engine, pytest.warns(UserWarning, match="move the buffer 'centre'"):
+    with engine, pytest.warns(UserWarning, match="change the buffer 'centre'"):
         engine.forward_backward(inputs)
     assert engine.module.training
     engine = ScatterOnceParallel(Centred(True), 2, ["cpu"] * 2)
@@ -278,7 +281,7 @@ class Counts(nn.Module):
 
 
 @pytest.mark.draws
-@pytest.mark.filterwarnings("ignore:forward passes move")
+@pytest.mark.filterwarnings("ignore:forward passes change")
 def test_report_of_a_step_that_moves_state(reports):
     with ScatterOnceParallel(Counts(), 3, ["cpu"] * 2) as engine:
         for _ in range(2):

@@ -204,7 +204,7 @@ class Captured(Schedule):
         return ""
 
     def _told(self, why: str, attempt: Attempt) -> str:
-        """Why there are no graphs; told once, with what helps if devices wait.
+        """Why there are no graphs; warns once, with what helps if devices wait.
 
         Of each step the report's hint says what helps.
         """

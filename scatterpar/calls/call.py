@@ -381,8 +381,8 @@ class Calls:
         call = CallOfLook(
             module, args, kwargs, outputs, plan, options.dim, flags, self._workers
         )
-        # A checkpoint has to find the same tensors when it computes them again.
-        is_again = saved_tensors_hooks() is not None or current_graph_task() != -1
+        # A checkpoint that computes the call again takes what the first one took.
+        is_again = current_graph_task() != -1
         return self._looks.rules_of(call, asks=options.verify and not is_again)
 
     def _refuse_synchronised(self, plan: Plan) -> None:

@@ -11,6 +11,7 @@ once, and of a copy with parts of them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,9 +34,11 @@ from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import user_state_guarded
 from scatterpar.step.task import ReplicaTask, make_tasks
 from scatterpar.threads.workers import Workers
+from scatterpar.torch_private.autograd import saved_tensors_hooks
 from scatterpar.verify.choice import candidate_of
 from scatterpar.verify.look_request import LookRequest, LossWays, is_open_between
-from scatterpar.verify.schedule import ranges_of_step
+from scatterpar.verify.look_results import name_of_loss
+from scatterpar.verify.schedule import Kind, ranges_of_step
 from scatterpar.verify.verifier import Verifier
 
 _NUMBERS = 61  # per row; prime, so that no size of an output repeats them
@@ -133,11 +136,13 @@ class CallLooks:
         arguments = _inputs_of(call)[1]
         rules = {rule.words: rule for rule in rules_for(arguments, call.dim)}
         candidates = [_candidate(rule) for rule in rules.values()]
-        if not asks:
-            return rules[verifier.remaining(candidates)[0].words]
         request = _request(call, NumberOfOutput(place), None)
         request = replace(request, loss_name="the loss that the module returns")
-        chosen = _ask(verifier, call, request, candidates)
+        if asks:
+            chosen = _ask(verifier, call, request, candidates)
+        else:
+            kind, _ = _kind_of_call(verifier, call, request)
+            chosen = kind.remaining(candidates)[0]
         return rules[chosen.words]
 
     def _verifier(self, key: Hashable) -> Verifier:
@@ -255,24 +260,48 @@ def _ask(
     candidates: Sequence[LossCandidate],
 ) -> LossCandidate:
     """Look at a few rows if that is due. Returns the candidate that holds."""
-    known = verifier.remaining(candidates)
-    kind, details = verifier.kinds.kind_of(request, is_divided=True, flags=call.flags)
+    kind, details = _kind_of_call(verifier, call, request)
+    known = kind.remaining(candidates)
     request = request.combined_by(known[0])
     plan = _plan_of_one_replica(call.plan)
-    if is_open_between(request, plan, known):
-        details = "open", kind.steps  # new in each call
-    if not kind.count_step(ranges_of_step(request), details):
-        return known[0]
     # Of state that replicas leave differently a call itself warns (``lost_state``).
     ways = LossWays(_WAYS_OUT_OF_CALLS, list(candidates), tells_moved_state=False)
+    is_open = is_open_between(request, plan, known)
+    if is_open:
+        details = "open", kind.steps  # new in each call
+    if not kind.count_step(ranges_of_step(request), details):
+        if is_open:  # as many looks as may be have not told
+            verifier.warn_of_several(name_of_loss(request), known, ways, kind)
+        return known[0]
     # A call without a graph is looked at, too, and its gradient is compared.
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), _own_saved_tensors():
         attempt = _attempt_of(call, request, plan)
         task = _task_of(attempt)
         look_request = LookRequest(attempt, request, task, True, known, ways)
         # The user's hooks see no gradient of a look.
         with user_state_guarded(attempt):
             return verifier.look_at(look_request, kind)
+
+
+def _kind_of_call(
+    verifier: Verifier, call: CallOfLook, request: Request
+) -> tuple[Kind, Hashable]:
+    return verifier.kinds.kind_of(request, is_divided=True, flags=call.flags)
+
+
+def _own_saved_tensors() -> contextlib.AbstractContextManager[None]:
+    """In the body, graphs save their tensors as they are.
+
+    A checkpoint around the call knows the tensors of its graph by their order, and
+    those of a look are not computed again.
+    """
+    if saved_tensors_hooks() is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _plan_of_one_replica(plan: Plan) -> Plan:

@@ -18,16 +18,11 @@ class BackwardCalls:
     Autograd may call modules in threads of its own.
 
     Attributes:
-        calls_modules: true from the first call of a module in a body on, or once a
-            backward pass could not be watched.
+        calls_modules: true from the first call of a module in a body on.
     """
 
     def __init__(self) -> None:
         self.calls_modules = False
-
-    def note_unknown(self) -> None:
-        """Assume that a backward pass calls modules, because it cannot be watched."""
-        self.calls_modules = True
 
     def _note(self, *_: Any) -> None:
         self.calls_modules = True

@@ -1,17 +1,19 @@
-"""Which of the candidates of a loop tells how losses of micro-batches combine.
+"""Which of the candidates of a call tells how losses of its parts combine.
 
 ::
 
-    candidates      labels  rows  a sum     ways in which the losses may combine
-    look 1          fits    fits  refuted   rows of equal lengths: two are left, and the
-                                            first one is assumed
-    look 2          refuted fits            rows that differ: it is settled
+    candidates      labels  rows    a sum     ways in which the losses may combine
+    look 1          fits    fits    refuted   no label is ignored: two are left, and
+                                              give the same
+    look 2          1e-7    2e-3    –         within rounding both: ``labels`` has shown
+                                              how far rounding goes, and ``rows`` is off
+                                              by more
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from scatterpar.batch.batch import batch_of
@@ -22,6 +24,41 @@ from scatterpar.verify.rows import Parts, positions_of
 
 # The last digits of a weight depend on the order of a sum.
 _DIGITS = 9  # of weights that are compared
+# The candidate that holds has no more than the rounding of the look, which the best one
+# shows. That may be less by luck, but not in all gradients.
+_TIMES_BEST = 10.0
+_LEAST_ROUNDINGS = 16  # of the look's format: the best one may be zero
+
+
+@dataclass(frozen=True)
+class CandidateFit:
+    """A candidate that a look has not refused.
+
+    Attributes:
+        candidate: the way in which losses may combine.
+        misfit: the relative difference that it leaves; infinite if another reason than
+            rounding explains a difference.
+        eps: that of the coarsest format of the look.
+    """
+
+    candidate: LossCandidate
+    misfit: float
+    eps: float
+
+
+def best_fits(fits: Sequence[CandidateFit]) -> list[LossCandidate]:
+    """The candidates that the rounding of the best one leaves, the best first.
+
+    Without a measure all are left, in their order.
+    """
+    by_misfit = sorted(fits, key=lambda fit: fit.misfit)
+    best = by_misfit[0]
+    candidates: list[LossCandidate] = []
+    for fit in by_misfit:
+        rounding = max(best.misfit, _LEAST_ROUNDINGS * max(best.eps, fit.eps))
+        if fit.misfit <= _TIMES_BEST * rounding:
+            candidates.append(fit.candidate)
+    return candidates
 
 
 def alike(

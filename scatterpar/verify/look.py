@@ -326,7 +326,14 @@ class ReplicaLook:
         lost = runs.user_code.lost()
         scope = self._scope(in_parts)
         effects = CallEffects(moved, lost, scope)
-        return LookReport(verdict, effects, chosen, results.difference, tolerance)
+        return LookReport(
+            verdict,
+            effects,
+            chosen,
+            results.difference,
+            tolerance,
+            runs.rounding.coarsest_eps,
+        )
 
     def answer_of_step(
         self, reason: SaysNothing
@@ -456,7 +463,7 @@ def _require_gradients(expected: Result, run: RunResult) -> None:
         # A loss that diverges passes through, as in torch: it is told if it stays.
         raise SaysNothing("a gradient is NaN or infinite")
     has_gradient = run.num_with_gradient or expected.has_gradient
-    # Without gradients, as of reentrant checkpoints, losses are compared alone.
+    # Of a module without trained parameters losses are compared alone.
     is_loss_zero = not (expected.gradients or expected.loss or run.result.loss)
     if is_loss_zero or (expected.gradients and not has_gradient):
         raise SaysNothing("all gradients are zero")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.step.request import LossCandidate
 from scatterpar.tables import shortened
-from scatterpar.verify.look_request import LookRequest
+from scatterpar.verify.look_request import LookRequest, LossWays
 from scatterpar.verify.verdicts import RETURN, Verdict, in_lines
 
 _WAYS = (
@@ -60,14 +60,13 @@ def tensor_was_not_saved(shape: tuple[int, ...]) -> str:
 
 
 def several_candidates_fit(
-    look_request: LookRequest, candidates: Sequence[LossCandidate]
+    loss: str, candidates: Sequence[LossCandidate], ways: LossWays
 ) -> str:
     """The rows leave these candidates, of which the first one is assumed."""
-    ways = " or ".join(candidate.words for candidate in candidates)
+    words = " or ".join(candidate.words for candidate in candidates)
     return in_lines(
-        f"the rows of this step do not show whether {look_request.loss} is {ways}.",
-        f"It is taken for {candidates[0].words} until rows show it. "
-        f"{look_request.ways.remedies}",
+        f"the rows of this step do not show whether {loss} is {words}.",
+        f"It is taken for {candidates[0].words} until rows show it. {ways.remedies}",
     )
 
 

@@ -113,10 +113,6 @@ class ComparedLeaves:
         copies = chain(*(leaves[1:] for leaves in self._by_leaf))
         return list({id(copy): copy for copy in copies}.values())
 
-    def clear(self) -> None:
-        """Compare no gradients from now on."""
-        self._by_leaf = []
-
     def sums(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """For each of the user's leaves the sum of its own gradient and its copies'.
 

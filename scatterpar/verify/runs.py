@@ -36,6 +36,7 @@ from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss import loss_of
 from scatterpar.step.request import Request
 from scatterpar.step.row_writes import KnownWrites, RowWrites
+from scatterpar.step.substeps import set_aside
 from scatterpar.step.task import ReplicaTask
 from scatterpar.verify.backward_calls import BackwardCalls
 from scatterpar.verify.gradient_check import copied_to
@@ -68,6 +69,10 @@ class RunResult:
         """Add the result of a part. A look has no memory for those of all parts."""
         self.result = self.result.plus(result)
         self.num_with_gradient += result.has_gradient
+
+
+class _ReentrantCheckpoint(Exception):
+    """The module has a reentrant checkpoint, which refuses ``autograd.grad``."""
 
 
 class Runs:
@@ -134,6 +139,9 @@ class Runs:
             # No graph shows that a teacher rounds.
             self.rounding.add(torch.float16)
         self.leaves = ComparedLeaves(attempt, task)
+        trained = [*attempt.user_leaves, *task.leaves, *self.leaves.all()]
+        self._trained = list({id(leaf): leaf for leaf in trained}.values())
+        self._has_reentrant = False
         self.backward_calls = BackwardCalls()
         self._shapes_at_once: list[torch.Size] = []
         self.taken_for_rows: torch.Size | None = None
@@ -171,6 +179,22 @@ class Runs:
                 looks seldom compute.
         """
         task = task or self.replica_task
+        try:
+            return self._run(parts, task, weights, prepare, scale)
+        except _ReentrantCheckpoint:
+            # The failed backward pass has freed a part of the graph.
+            self._has_reentrant = True
+            return self._run(parts, task, weights, prepare, scale)
+
+    def _run(
+        self,
+        parts: Parts,
+        task: ReplicaTask,
+        weights: Sequence[float],
+        prepare: Callable[[], None] | None,
+        scale: float,
+    ) -> RunResult:
+        """As ``run``, whose arguments these are."""
         run = RunResult()
         joins = self.request.whole_batch
         outputs: list[Any] = []
@@ -262,19 +286,20 @@ class Runs:
         if not leaves:
             return ()
         is_watched = task is self.replica_task
-        watch = self.backward_calls if is_watched else contextlib.nullcontext()
-        try:
-            with watch:
+        with self.backward_calls if is_watched else contextlib.nullcontext():
+            if self._has_reentrant:
+                # What such a checkpoint computes again adds gradients to all leaves.
+                with set_aside(self._trained):
+                    loss.backward()
+                    return [leaf.grad for leaf in leaves]
+            try:
                 return torch.autograd.grad(loss, leaves, allow_unused=True)
-        except RuntimeError as error:
-            # Reentrant checkpoints refuse autograd.grad: only losses are compared. What
-            # others raise says nothing about the rows: in a wider format, the numbers
-            # that are computed again may have the step's.
-            if "checkpoint is incompatible with .grad()" not in str(error):
-                raise
-            self.leaves.clear()
-            self.backward_calls.note_unknown()
-            return ()
+            except RuntimeError as error:
+                # What other checkpoints raise says nothing about the rows: in a wider
+                # format, the numbers that are computed again may have the step's.
+                if "checkpoint is incompatible with .grad()" not in str(error):
+                    raise
+                raise _ReentrantCheckpoint from error
 
     def _joined(self, outputs: Sequence[Any], parts: Parts) -> Any:
         """The outputs of the parts, joined as in the step.

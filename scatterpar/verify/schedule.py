@@ -32,7 +32,7 @@ from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.objects.reach import distinguishing_values
 from scatterpar.objects.references import read_attribute
 from scatterpar.step.loss_weights import counts_as_torch
-from scatterpar.step.request import Request
+from scatterpar.step.request import LossCandidate, Request
 from scatterpar.step.turns import Scope
 
 _LARGEST = 2**22  # tensors of more elements are not searched
@@ -184,6 +184,8 @@ class Kind:
         details: hashes of the switches, numbers and words that were seen.
         scope: the part of a sub-step that one replica at a time runs.
         stage: what the looks have said so far.
+        not_refuted: the words of a call's candidates that looks leave, the best first.
+        has_assumed: a step has taken one of several candidates that differ in it.
     """
 
     steps: int = 0
@@ -194,6 +196,15 @@ class Kind:
     details: set[Hashable] = field(default_factory=set)
     scope: Scope = Scope.NOTHING
     stage: Stage = Stage.ASKED
+    not_refuted: Sequence[str] = ()
+    has_assumed: bool = False
+
+    def remaining(self, candidates: Sequence[LossCandidate]) -> Sequence[LossCandidate]:
+        """Those of a call's candidates that looks leave; the first one is assumed."""
+        # A call makes new ones, with the same words.
+        by_words = {candidate.words: candidate for candidate in candidates}
+        known = [by_words[words] for words in self.not_refuted if words in by_words]
+        return known or candidates  # none is known before the first look
 
     def count_step(self, ranges: Sequence[Tensor], details: Hashable) -> bool:
         """Count a step with these ranges and details. Returns whether a look is due."""

@@ -49,6 +49,8 @@ class Verdict:
         problem: the first line of the text, if losses do not combine.
         cause: why not, and what to pass, if one count or reduction explains it.
         rests_on_rows: whether rows alone say that a difference is rounding.
+        is_measured: whether the difference is small or rounding, so that it says how
+            well losses combine. State or random numbers may be another reason.
         subject: what a warning is about; it is given once per subject.
     """
 
@@ -58,6 +60,7 @@ class Verdict:
     problem: str = ""
     cause: str = ""
     rests_on_rows: bool = False
+    is_measured: bool = False
     subject: str = ""
 
     @property
@@ -94,6 +97,7 @@ class LookReport:
         parts: the rows of each part.
         difference: the relative difference between the results, which the GPUs' page
             shows, with the ``tolerance`` that it stayed within.
+        eps: that of the coarsest format that the runs have shown.
     """
 
     verdict: Verdict
@@ -101,9 +105,15 @@ class LookReport:
     parts: Parts = ()
     difference: float = math.inf
     tolerance: float = 0.0
+    eps: float = 0.0
+
+    @property
+    def misfit(self) -> float:
+        """How far the losses are from combining; infinite if nothing measures it."""
+        return self.difference if self.verdict.is_measured else math.inf
 
 
-RIGHT = Verdict(Action.PROCEED)
+RIGHT = Verdict(Action.PROCEED, is_measured=True)
 
 RETURN = "return it from forward, and take it from the output that the criterion gets"
 _NOTHING_CHANGED = "Nothing was changed; verify=False does not check."
@@ -230,7 +240,7 @@ def _wrong_on_the_replica(results: LookResults, _: Finding) -> Verdict:
 
 def _state_between_parts(results: LookResults, _: Finding) -> Verdict:
     if results.moved:  # a warning of its own names the state
-        return RIGHT
+        return replace(RIGHT, is_measured=False)
     module = _module_name(results)
     loss = name_of_loss(results.request)
     return _told(
@@ -425,6 +435,6 @@ def verdict_of(results: LookResults) -> Verdict:
     if finding.kind is CauseKind.ROUNDING:
         return replace(RIGHT, rests_on_rows=results.rests_on_rows)
     if finding.kind in _CAUSES_OF_RIGHT_STEPS:
-        return RIGHT
+        return replace(RIGHT, is_measured=False)
     words = _WORDS.get(finding.kind, _unknown)
     return words(results, finding)

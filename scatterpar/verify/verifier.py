@@ -17,7 +17,7 @@ from collections.abc import Hashable, Sequence
 from scatterpar.devices.memory import no_kernel_search
 from scatterpar.errors import warn
 from scatterpar.log import logger
-from scatterpar.numerics.comparison import Inconclusive
+from scatterpar.numerics.comparison import Inconclusive, SaysNothing
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss_weights import counts_as_torch
 from scatterpar.step.request import LossCandidate
@@ -25,7 +25,7 @@ from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.threads.process_settings import SETTINGS_KEPT
 from scatterpar.verify import look_words
-from scatterpar.verify.choice import alike, candidate_of
+from scatterpar.verify.choice import CandidateFit, alike, best_fits, candidate_of
 from scatterpar.verify.look import look
 from scatterpar.verify.look_request import (
     LookRequest,
@@ -52,20 +52,10 @@ class Verifier:
     def __init__(self, is_distributed: bool = False) -> None:
         self._is_distributed = is_distributed
         self.kinds = Kinds()
-        # The words of a loop's candidates, which makes new ones in each step.
-        self._not_refuted: list[str] = []
         # Subjects and texts of warnings, and the names of state in them.
         self._waiting: list[tuple[Hashable, str, Sequence[str]]] = []
         # The subjects of warnings so far, and the names of state in them.
         self._told: set[Hashable] = set()
-
-    def remaining(self, candidates: Sequence[LossCandidate]) -> Sequence[LossCandidate]:
-        """Those of a loop's candidates that looks leave; the first one is assumed."""
-        by_words = {candidate.words: candidate for candidate in candidates}
-        # A look may have moved another candidate to the front.
-        known = [by_words[words] for words in self._not_refuted if words in by_words]
-        # None is known before the first look, and in a loop with other candidates.
-        return known or candidates
 
     def look_if_due(self, attempt: Attempt, task: ReplicaTask) -> Scope:
         """Look at some rows, before the sub-steps, if that is due.
@@ -131,12 +121,16 @@ class Verifier:
     def _decide(self, look_request: LookRequest, kind: Kind) -> LossCandidate:
         """Refuse the step, or note what the look has found.
 
-        Returns the first candidate that fits; the first one that may fit if looks are
+        Returns the candidate that fits best; the first one that may fit if looks are
         inconclusive.
         """
         refusals: list[Verdict] = []
         unclear: list[_Unclear] = []
-        for number, candidate in enumerate(look_request.candidates):
+        reports: list[LookReport] = []
+        fits: list[CandidateFit] = []
+        pending = [*look_request.candidates]
+        while pending:
+            candidate = pending[0]
             title = look_request.title(kind.looks)
             try:
                 row_choice = choose_rows(look_request, candidate, kind.looks)
@@ -145,20 +139,20 @@ class Verifier:
                 logger.debug("%s is inconclusive: %s", title, error)
                 # Without its frames: one of them holds this list.
                 unclear.append((candidate, error.with_traceback(None)))
+                del pending[0]
                 continue
             logger.debug("%s: %s", title, report.verdict.action.value)
+            # They give the same result, which is not computed again.
+            same = alike(row_choice.request, report.parts, pending)
+            pending = [other for other in pending if other not in same]
             if report.verdict.action is Action.REFUSE:
                 refusals.append(report.verdict)
                 continue
-            self._agree(look_request, kind, report)
-            remaining = look_request.candidates[number:]
-            rivals = alike(row_choice.request, report.parts, remaining)
-            self._keep(rivals, look_request, kind)
-            plan = look_request.attempt.plan
-            if is_open_between(look_request.request, plan, rivals):
-                text = look_words.several_candidates_fit(look_request, rivals)
-                self.warn(("several candidates", look_request.loss), text)
-            return candidate
+            reports.append(report)
+            fits += [CandidateFit(other, report.misfit, report.eps) for other in same]
+        if fits:
+            self._agree(look_request, kind, min(reports, key=lambda r: r.misfit))
+            return self._choose(fits, unclear, look_request, kind)
         if unclear:
             return self._assume(unclear, look_request, kind)
         # Each step is looked at until one agrees: a remedy may be wrong, too.
@@ -166,6 +160,37 @@ class Verifier:
         refused = refusals[-1]
         text = look_words.step_is_refused(look_request, refused)
         raise ValueError(text) from refused.error
+
+    def _choose(
+        self,
+        fits: Sequence[CandidateFit],
+        unclear: Sequence[_Unclear],
+        look_request: LookRequest,
+        kind: Kind,
+    ) -> LossCandidate:
+        """Returns the candidate that fits best; keeps those that may fit as well."""
+        remaining = best_fits(fits)
+        for candidate, reason in unclear:
+            # A mean over terms that these rows have not: it would be no number.
+            if not isinstance(reason, SaysNothing):
+                remaining.append(candidate)
+        self._keep(remaining, look_request, kind)
+        plan = look_request.attempt.plan
+        if is_open_between(look_request.request, plan, remaining):
+            self.warn_of_several(look_request.loss, remaining, look_request.ways, kind)
+        return remaining[0]
+
+    def warn_of_several(
+        self,
+        loss: str,
+        candidates: Sequence[LossCandidate],
+        ways: LossWays,
+        kind: Kind,
+    ) -> None:
+        """Warn that the first of several candidates is assumed."""
+        kind.has_assumed = True
+        text = look_words.several_candidates_fit(loss, candidates, ways)
+        self.warn(("several candidates", loss), text)
 
     def _assume(
         self, unclear: list[_Unclear], look_request: LookRequest, kind: Kind
@@ -178,6 +203,7 @@ class Verifier:
         assumed, reason = unclear[0]
         if len(remaining) > 1:
             reason.patience = 1  # the user can say which one holds
+            kind.has_assumed = True
         # Of torch's own loss nothing is assumed that may be wrong.
         is_told = reason.is_final or not counts_as_torch(look_request.request)
         if kind.note_inconclusive(reason) and is_told:
@@ -192,10 +218,11 @@ class Verifier:
         """Refute all candidates but the remaining ones; tell a change of mind."""
         if len(look_request.candidates) == 1:
             return
-        self._not_refuted = [candidate.words for candidate in remaining]
+        kind.not_refuted = [candidate.words for candidate in remaining]
         logger.info("losses of micro-batches combine as %s", remaining[0].words)
         assumed = look_request.candidates[0]
-        if remaining[0] is not assumed and kind.steps > 1:
+        # Before, all that remained gave the same, unless a step has assumed one.
+        if remaining[0] is not assumed and kind.has_assumed:
             text = look_words.another_candidate_fits(look_request, remaining[0])
             self.warn(("candidate", look_request.loss, remaining[0].words), text)
 

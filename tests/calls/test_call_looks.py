@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness.oracle import build, randint, randn
+from harness.pairwise import few_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -107,3 +108,173 @@ def test_checkpoint_keeps_rules_apart(scale):
     for parameter, expected in zip(net.parameters(), plain.parameters(), strict=True):
         error = (parameter.grad - expected.grad).norm() / expected.grad.norm()
         assert float(error) < 1e-4
+
+
+# --- which of the rules holds ---
+
+
+class Sentences(nn.Module):
+    """Returns a loss of its words; ``loss`` is given logits and labels."""
+
+    def __init__(self, loss, scale=1.0, reentrant=None):
+        super().__init__()
+        self.loss = loss
+        self.reentrant = reentrant
+        self.words = nn.Embedding(20, 6)
+        self.layer = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 20, bias=False)
+        with torch.no_grad():
+            self.head.weight.mul_(scale)
+
+    def forward(self, words, labels):
+        hidden = self.words(words)
+        if self.reentrant is None:
+            hidden = self.layer(hidden)
+        else:
+            hidden = checkpoint(self.layer, hidden, use_reentrant=self.reentrant)
+        return self.loss(self.head(hidden.tanh()), labels)
+
+
+def by_labels(logits, labels, reduction="mean"):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+
+
+def by_shifted_labels(logits, labels):
+    return by_labels(logits[:, :-1], labels[:, 1:])
+
+
+def by_rows(logits, labels):
+    sums = by_labels(logits, labels, "none").view(len(labels), -1).sum(1)
+    return sums.mean() / 40
+
+
+def summed(logits, labels):
+    return by_labels(logits, labels, "sum") / 300
+
+
+def by_completions(logits, labels):
+    """As preference trainers of TRL compute it, of log-probabilities of completions."""
+    labels = labels[:, 1:]
+    is_counted = labels != -100
+    places = labels.clamp(min=0)[..., None]
+    chosen = logits[:, :-1].log_softmax(-1).gather(-1, places).squeeze(-1)
+    total = chosen.masked_fill(~is_counted, 0).sum()
+    return -total / is_counted.sum().clamp(min=1)
+
+
+LAYOUTS = [("cpu", "cpu"), ("cpu:0", "cpu:1", "cpu:0")]
+RULES = (by_labels, by_shifted_labels, by_rows, summed, by_completions)
+LIMITS = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-5,
+    torch.bfloat16: 3e-2,
+    torch.float16: 3e-2,
+}
+# Ignored labels of the first four rows, and of the last four. In the second call every
+# mean is within the rounding of float32, so that later calls have to show which holds.
+NUM_IGNORED = [(0, 0, 0, 0, 0, 0, 0, 0)]
+NUM_IGNORED += [(20, 20, 21, 20, 20, 20, 20, 20)]
+NUM_IGNORED += [(38, 30, 1, 35, 2, 20, 3, 1), (0, 3, 1, 20, 39, 38, 20, 30)]
+
+
+def sentences(num_ignored):
+    words = randint(20, 8, 40)
+    labels = words.clone()
+    for row, number in enumerate(num_ignored):
+        labels[row, :number] = -100
+    return words, labels
+
+
+BATCHES = [sentences(num_ignored) for num_ignored in NUM_IGNORED]
+
+
+def losses_and_errors(net, batches, layout=("cpu:0", "cpu:1"), call=None):
+    """The relative difference of losses and of gradients to plain torch, by call."""
+    plain = copy.deepcopy(net)
+    with ScatterOnceParallel(net, device_ids=list(layout)) as engine:
+        for batch in batches:
+            net.zero_grad()
+            plain.zero_grad()
+            loss = (call or ScatterOnceParallel.__call__)(engine, *batch)
+            loss.backward()
+            expected = plain(*batch)
+            expected.backward()
+            pairs = [(loss.detach(), expected.detach())]
+            for parameter, other in zip(
+                net.parameters(), plain.parameters(), strict=True
+            ):
+                pairs.append((parameter.grad, other.grad))
+            yield max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("layout", few_of(LAYOUTS, LAYOUTS[1:]))
+@pytest.mark.parametrize("dtype", few_of(LIMITS, [torch.float64, torch.bfloat16]))
+@pytest.mark.parametrize("loss", few_of(RULES, [by_labels, by_completions]))
+def test_rule_that_holds_is_found_later(loss, dtype, layout):
+    """The first rule that fitted within rounding was kept: a later call was refused."""
+    net = build(lambda: Sentences(loss)).to(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for error in losses_and_errors(net, BATCHES, layout):
+            assert error < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("scale", few_of([1.0, 1e-3, 0.0], [0.0]))
+@pytest.mark.parametrize("loss", few_of(RULES, [by_labels]))
+def test_reentrant_checkpoint_inside_keeps_rules_apart(loss, scale, dtype):
+    """Losses alone were compared, which are all the same in a new model: a mean over
+    labels was taken for one over rows.
+    """
+    net = build(lambda: Sentences(loss, scale, reentrant=True)).to(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for error in losses_and_errors(net, BATCHES[2:]):
+            assert error < LIMITS[dtype]
+
+
+def _checkpointed(use_reentrant):
+    def call(engine, words, labels):
+        scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+        # A reentrant checkpoint needs an input that requires grad.
+        return checkpoint(
+            lambda factor: engine(words, labels) * factor,
+            scale,
+            use_reentrant=use_reentrant,
+        )
+
+    return call
+
+
+def _on_the_host(engine, words, labels):
+    with torch.autograd.graph.save_on_cpu():
+        return engine(words, labels)
+
+
+@pytest.mark.parametrize(
+    "call", [_checkpointed(True), _checkpointed(False), _on_the_host]
+)
+@pytest.mark.parametrize("loss", few_of(RULES, [by_shifted_labels]))
+def test_saved_tensor_hooks_around_keep_rules_apart(loss, call):
+    """No call was looked at there: every loss was taken for a mean over rows."""
+    net = build(lambda: Sentences(loss))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for error in losses_and_errors(net, BATCHES[2:], call=call):
+            assert error < 1e-10
+
+
+def test_rules_are_those_of_a_kind_of_call():
+    """Another call has its labels in another place."""
+
+    class Masked(Sentences):
+        def forward(self, words, *others):
+            *_, labels = others
+            return super().forward(words, labels)
+
+    net = build(lambda: Masked(by_labels))
+    first, second = BATCHES[2:]
+    ones = torch.ones(8, 40, dtype=torch.long)
+    batches = [first, (second[0], ones, second[1]), second]
+    for error in losses_and_errors(net, batches):
+        assert error < 1e-10

@@ -1,5 +1,6 @@
 """State that replicas leave otherwise: which names are told, and how often."""
 
+import copy
 import warnings
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from harness.models import FEATURES, Of, linear
 from harness.oracle import assert_close, randn
 
-from scatterpar import DataParallelModel
+from scatterpar import DataParallelModel, ScatterOnceParallel
 
 INPUTS = randn(9, FEATURES)
 
@@ -76,3 +77,66 @@ def test_calls_one_two_four_are_asked(first, is_told):
     module = Of(forward, linear=linear(), late=torch.zeros(FEATURES))
     model = DataParallelModel(module, ["cpu"] * 2)
     assert bool(told(model, first)) == is_told
+
+
+class Objects:
+    """In the place of ``forward``: keeps a table of the first call."""
+
+    def __init__(self, forward):
+        self.forward = forward
+        self.table = None
+
+    def __call__(self, inputs):
+        if self.table is None:
+            self.table = torch.linspace(0, 1, inputs.size(1), dtype=inputs.dtype)
+        return self.forward(inputs * self.table)
+
+
+def by_length(m, inputs):
+    """A table of positions."""
+    if m.table is None:
+        m.table = torch.linspace(0, 1, inputs.size(1), dtype=inputs.dtype)
+    return m.linear(inputs * m.table)
+
+
+def by_rows(m, inputs):
+    """A mask for each row of the batch."""
+    if m.table is None:
+        m.table = torch.linspace(0, 1, len(inputs), dtype=inputs.dtype)[:, None]
+    return m.linear(inputs * m.table[: len(inputs)])
+
+
+def by_first_batch(m, inputs):
+    """Statistics of the first batch."""
+    if m.table is None:
+        m.table = inputs.mean(0)
+    return m.linear(inputs - m.table)
+
+
+@pytest.mark.parametrize(
+    ("forward", "words"),
+    [
+        (by_length, ""),
+        (by_rows, "other outputs for a few rows"),
+        (by_first_batch, "forward sets the attribute 'table' otherwise"),
+        ("an object", "leaves tensors behind in forward.table"),
+    ],
+)
+def test_forward_that_caches_is_right_or_told(devices, forward, words):
+    """The rows of the first call decide what later ones compute."""
+    is_object = forward == "an object"
+    module = Of(by_length if is_object else forward, linear=linear(), table=None)
+    if is_object:
+        module.forward = Objects(module.linear)
+    plain = copy.deepcopy(module)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with ScatterOnceParallel(module, device_ids=devices(2)) as engine:
+            outputs = [engine(INPUTS + shift).detach() for shift in range(3)]
+    expected = [plain(INPUTS + shift).detach() for shift in range(3)]
+    texts = [str(warning.message) for warning in caught]
+    if not words:
+        assert texts == []
+    if not words or is_object:
+        assert_close(torch.cat(outputs), torch.cat(expected), "outputs")
+    assert any(words in text for text in texts) or not words

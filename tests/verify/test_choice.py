@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch import nn
 from scatterpar.batch.batch import batch_of
 from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.step.request import LossCandidate, Request
-from scatterpar.verify.choice import alike, weighted_parts
+from scatterpar.verify.choice import CandidateFit, alike, best_fits, weighted_parts
 
 MIXED = torch.tensor([0, -100, 1, -100, 1])
 
@@ -62,3 +64,23 @@ def test_candidates_with_equal_weights_are_alike():
     candidates = [by_rows, by_labels, a_sum]
     assert alike(request(), [[0, 1], [2, 3]], candidates) == [by_rows, by_labels]
     assert alike(request(), [[0, 1], [2, 4]], candidates) == [by_rows]
+
+
+@pytest.mark.parametrize(
+    ("misfits", "left"),
+    [
+        ([2e-3, 1e-7], ["labels"]),  # rounding is what the best one shows
+        ([3e-7, 1e-7], ["labels", "rows"]),
+        ([1e-7, 1e-7], ["rows", "labels"]),
+        ([1e-7, 0.0], ["labels", "rows"]),  # a best one by luck
+        ([0.2, 0.01], ["labels"]),
+        ([0.05, 0.01], ["labels", "rows"]),
+        ([math.inf, 1e-7], ["labels"]),
+        ([math.inf, math.inf], ["rows", "labels"]),  # state, or draws
+    ],
+)
+def test_rounding_of_the_best_one_refutes_others(misfits, left):
+    eps = torch.finfo(torch.float32).eps
+    candidates = [LossCandidate("rows"), LossCandidate("labels")]
+    fits = [CandidateFit(*pair, eps) for pair in zip(candidates, misfits, strict=True)]
+    assert [candidate.words for candidate in best_fits(fits)] == left

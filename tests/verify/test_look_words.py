@@ -48,7 +48,7 @@ def inconclusive(**options):
         ),
         (
             look_words.several_candidates_fit(
-                asked(remedies=REMEDIES), [A_SUM, BY_ROWS]
+                "the criterion MSELoss", [A_SUM, BY_ROWS], LossWays(REMEDIES)
             ),
             "not show whether the criterion MSELoss is a sum or a mean over rows.",
             f"It is taken for a sum until rows show it. {REMEDIES}",

@@ -46,8 +46,9 @@ from harness.weighted import classes
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 
-from scatterpar import Rows, ScatterOnceParallel
+from scatterpar import Rows, ScatterOnceParallel, count_labels
 from scatterpar.verify import look
 from scatterpar.verify.verifier import Verifier
 
@@ -439,3 +440,45 @@ def test_context_variable_is_every_replicas(devices):
     ):
         warnings.simplefilter("error")
         assert_step(engine, inputs, targets, nn.MSELoss())
+
+
+# --- reentrant checkpoints refuse autograd.grad, by which looks ask for gradients ---
+
+
+class Recomputed(nn.Module):
+    """A new model: the losses of all words are the same, and gradients are not."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(CLASSES, FEATURES)
+        self.layer = nn.Linear(FEATURES, FEATURES)
+        self.head = nn.Linear(FEATURES, CLASSES, bias=False)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, words):
+        hidden = checkpoint(self.layer, self.words(words), use_reentrant=True)
+        return self.head(hidden)
+
+
+def test_wrong_count_behind_checkpoint_is_refused(devices):
+    """Losses alone were compared. Hooks of the user's see one gradient per step."""
+    model, seen = build(Recomputed), []
+    model.head.weight.register_hook(lambda _: seen.append("a hook"))
+    model.head.weight.register_post_accumulate_grad_hook(lambda _: seen.append("after"))
+    words = randint(CLASSES, 8, 6)
+    labels = words.clone()
+    labels[:3, 1:] = -100
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        with nothing_changes(model), pytest.raises(ValueError, match="count_labels"):
+            engine.forward_backward(words, labels, of_words)
+        assert seen == []
+        plain = copy.deepcopy(model)
+        of_words(plain(words), labels).backward()
+        seen.clear()
+        engine.forward_backward(words, labels, of_words, count=count_labels())
+        assert seen == ["a hook", "after"]
+    assert_gradients(model, {n: p.grad for n, p in plain.named_parameters()})
+
+
+def of_words(output, labels):
+    return F.cross_entropy(output.flatten(0, 1), labels.flatten())

@@ -171,10 +171,19 @@ def trained(name, saved, folder, devices):
     ids=["adaptive layers", "Matryoshka 2d"],
 )
 def test_losses_that_read_all_layers_raise(loss, saved, tmp_path, monkeypatch):
-    """They call ``forward`` itself, whose hooks collect the rows of one replica."""
+    """They call ``forward`` itself, whose hooks collect the rows of one replica.
+
+    transformers 5.0.0 has no such hooks. The run equals that of one device.
+    """
     monkeypatch.setitem(EMBEDDINGS, "of layers", (loss, PAIRS))
-    with pytest.raises(RuntimeError, match="The size of tensor"):
-        trained("of layers", saved, tmp_path, ["cpu:0", "cpu:1"])
+    try:
+        ours = trained("of layers", saved, tmp_path, ["cpu:0", "cpu:1"])
+    except RuntimeError as error:
+        if "The size of tensor" not in str(error):
+            raise
+        return
+    stock = trained("of layers", saved, tmp_path, None)
+    assert_same_run(ours, stock, 1e-6, logged=1e-4)
 
 
 @pytest.mark.parametrize("layout", few_of(LAYOUTS, ["virtual"]))

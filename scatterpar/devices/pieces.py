@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from scatterpar.devices.coalescing import has_foreach
 
@@ -86,9 +87,11 @@ class Piece(Generic[_Key]):
         """Add the parts to what was packed, in the same memory."""
         torch._foreach_add_(list(packed.split(self.sizes)), list(parts))
 
-    def unpack(self, packed: Tensor, parts: Sequence[Tensor]) -> None:
+    def unpack(self, packed: Tensor, parts: list[Tensor]) -> None:
         """Copy what was packed to the parts, in the same memory."""
-        torch._foreach_copy_(list(parts), list(packed.split(self.sizes)))
+        # Not a view per part, which would take the host longer than the copy.
+        torch.split_with_sizes_copy(packed, self.sizes, out=parts)
+        increment_version(parts)  # which ``out=`` does not
 
 
 def flat_view(tensor: Tensor) -> Tensor | None:

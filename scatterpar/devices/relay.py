@@ -13,7 +13,6 @@ direction. In a tree the first device sends it log2(devices) times.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
 from typing import Generic, TypeVar
@@ -122,11 +121,6 @@ class _PieceBuffers(Generic[_Key]):
         """Copy all pieces in buffers to the tensors of the receivers."""
         for receiver in range(1, len(self._devices)):
             lanes.use_arriving(self._devices[receiver])
-            sources: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
-            targets: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
             for piece, places in self._full:
-                sources[piece.dtype] += torch.split(places[receiver], piece.sizes)
-                targets[piece.dtype] += piece.of(self._flat[receiver])
-            for dtype, arrived in sources.items():
-                torch._foreach_copy_(targets[dtype], arrived)
+                piece.unpack(places[receiver], piece.of(self._flat[receiver]))
         self._full = []

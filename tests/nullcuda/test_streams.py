@@ -23,6 +23,7 @@ from scatterpar import ScatterOnceParallel
 from scatterpar.devices import coalescing, pieces
 from scatterpar.devices.coalescing import to_host
 from scatterpar.devices.lanes import Lanes
+from scatterpar.devices.pieces import Piece
 from scatterpar.devices.transfers import Prefetcher, Transfers
 
 pytestmark = [pytest.mark.nullcuda, pytest.mark.draws]
@@ -130,6 +131,19 @@ def test_lanes_wait_for_what_was_computed():
         lanes.send(source, CARD, target, second)
     assert torch.accelerator.current_stream(second).stream_id == 0
     target.mul_(2)
+
+
+def test_unpacked_tensors_count_as_written():
+    """A graph that has saved one refuses its backward pass, as after any write."""
+    weights = [torch.ones(size, device=CARD, requires_grad=True) for size in (3, 5)]
+    loss = sum(weight.square().sum() for weight in weights)
+    piece = Piece(torch.float32, [(0, 0, 3), (1, 0, 5)])
+    with torch.no_grad():
+        flat = [weight.detach() for weight in weights]
+        piece.unpack(torch.full((8,), 2.0, device=CARD), flat)
+    assert [weight.tolist() for weight in weights] == [[2.0] * 3, [2.0] * 5]
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        loss.backward()
 
 
 # --- lifetimes ---

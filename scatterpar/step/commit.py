@@ -5,15 +5,15 @@ This runs after every replica has succeeded, and nothing else writes there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import starmap
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.coalescing import is_part
+from scatterpar.devices.coalescing import are_whole, is_part
 from scatterpar.devices.copies import to_numbers
 from scatterpar.errors import restore_after
 from scatterpar.replicas.buffers import BufferWriter
@@ -26,6 +26,10 @@ from scatterpar.torch_private.compiler import never_compiled
 from scatterpar.torch_private.tensors import of_class
 
 _Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient for it
+_CLASSES_OF_LEAVES = {nn.Parameter, Tensor}
+_LAYOUT_OF_GRADIENT = attrgetter("layout")
+_DTYPE_OF_COMPUTED = attrgetter("dtype")
+_DTYPE_OF_FIRST = attrgetter("grad_dtype")
 
 
 def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
@@ -87,7 +91,7 @@ def _add_gradients(pairs: list[_Pair], attempt: Attempt, *, observed: bool) -> N
     earlier = _save_for_undo(pairs, attempt.undo, observed)
     attempt.generators.commit()  # before hooks, which may draw
     # With one earlier gradient, autograd adds all.
-    if not observed and not earlier and all(starmap(_may_become_grad, pairs)):
+    if not observed and not earlier and _may_become_grads(pairs):
         for leaf, gradient in pairs:
             leaf.grad = gradient
     elif pairs:
@@ -117,16 +121,20 @@ def _save_for_undo(pairs: list[_Pair], undo: Undo, observed: bool) -> list[Tenso
     return earlier
 
 
-def _may_become_grad(leaf: Tensor, gradient: Tensor) -> bool:
-    """Whether autograd would make this gradient the leaf's first ``.grad``."""
+def _may_become_grads(pairs: Sequence[_Pair]) -> bool:
+    """Whether autograd would make each gradient the first ``.grad`` of its leaf."""
+    # Few Python calls, because a model has hundreds of gradients.
+    leaves = [leaf for leaf, _ in pairs]
+    gradients = [gradient for _, gradient in pairs]
     return (
-        type(leaf) in (nn.Parameter, Tensor)
-        and type(gradient) is Tensor
-        and gradient.layout == torch.strided
-        and gradient.dtype == leaf.grad_dtype
+        _CLASSES_OF_LEAVES.issuperset(map(type, leaves))
+        and {Tensor}.issuperset(map(type, gradients))
+        and {torch.strided}.issuperset(map(_LAYOUT_OF_GRADIENT, gradients))
+        and list(map(_DTYPE_OF_COMPUTED, gradients))
+        == list(map(_DTYPE_OF_FIRST, leaves))
         # Autograd makes the first gradient like its leaf: it would copy others.
-        and gradient.stride() == leaf.stride()
-        and not is_part(gradient)
+        and list(map(Tensor.stride, gradients)) == list(map(Tensor.stride, leaves))
+        and are_whole(gradients)
     )
 
 

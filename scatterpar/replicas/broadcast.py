@@ -123,6 +123,7 @@ class Broadcast:
             for number, tensor in enumerate(self._tensors)
             if is_large(tensor)
         }
+        self._small_parameters = set(self.parameters).difference(self._large)
         self._comparisons = 0
         # In how many comparisons in a row a buffer differed, by its number.
         self._differences: dict[int, int] = {}
@@ -202,7 +203,6 @@ class Broadcast:
         The caller may bring the ``differences`` of several objects to the host
         together, so that it waits once.
         """
-        parameters = set(self.parameters)
         present = versions(self._tensors)  # before the values are read
         self._comparisons += 1
         reads_all = is_look_step(self._comparisons)
@@ -210,13 +210,16 @@ class Broadcast:
         compared: _Compared = {}
         for number, sent in self._sent.items():
             is_as_sent = sent == present[number]
+            # Mostly, because an optimizer has written all parameters.
+            if not is_as_sent and number in self._small_parameters:
+                continue
             in_a_row = self._differences.get(number, 0)
             differs_again = in_a_row >= _DIFFERENCES_IN_A_ROW and not asks_all
             reading = Reading.NOTHING
             if number in self._large:
                 reading = self._large[number].reading(is_as_sent, reads_all)
             # A small one is cheap to read, so its version need not be believed.
-            elif is_as_sent or not (number in parameters or differs_again):
+            elif is_as_sent or not differs_again:
                 reading = Reading.ALL
             if reading is not Reading.NOTHING:
                 compared[number] = reading

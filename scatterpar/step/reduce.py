@@ -149,6 +149,8 @@ def reduce_gradients(
     if attempt.request.backward:
         for replica_set in attempt.replicas.replica_sets:
             gradients += _summed(replica_set, attempt, flat)
+    if len(attempt.replicas.replica_sets) == 1 and not external:
+        return gradients  # a set has each leaf once
     gradients += external
     # By id: tensors have no equality that is one answer.
     total: dict[int, Gradient] = {}

@@ -836,7 +836,7 @@ def answer_of(name, how, devices):
     texts = [
         str(warning.message)
         for warning in caught
-        if "docs/" in str(warning.message) or "replicas" in str(warning.message)
+        if re.search("docs/|replicas", str(warning.message), re.IGNORECASE)
     ]
     if texts:
         return TOLD, "\n".join(texts)

@@ -6,5 +6,10 @@ from __future__ import annotations
 
 from nullcuda import card
 
-NEED_IT = ["test_memory_of_calls.py", "test_the_path.py", "test_streams.py"]
+NEED_IT = [
+    "test_memory_of_calls.py",
+    "test_memory_of_graphs.py",
+    "test_streams.py",
+    "test_the_path.py",
+]
 collect_ignore = [] if card.is_null() else NEED_IT

@@ -315,8 +315,9 @@ def deferred_signals() -> Iterator[list[int]]:
         received.append(number)
         if hasattr(signal, "SIGCHLD"):
             # SIGTERM to all processes ends the loader's workers, too. Then the loader's
-            # handler of SIGCHLD would raise in the middle of the step.
-            handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            # handler of SIGCHLD would raise in the middle of the step. Not SIG_DFL:
+            # Python prints a traceback if a signal for it is waiting already.
+            handler = signal.signal(signal.SIGCHLD, lambda *_: None)
             previous_handlers[signal.SIGCHLD] = handler
         # Not print: the signal may have interrupted another print.
         os.write(2, b"\nending after this step; again: ending now\n")

@@ -334,6 +334,30 @@ def test_second_signal_ends_the_process(monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="no signal masks")
+def test_worker_that_ends_with_a_signal_is_no_error(monkeypatch):
+    """Both signals wait when the run sees the first one."""
+
+    def raises(*_):
+        raise RuntimeError("DataLoader worker is killed by signal: Terminated")
+
+    ignored = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    before = signal.signal(signal.SIGCHLD, raises)
+    both = {signal.SIGTERM, signal.SIGCHLD}
+    try:
+        with train.deferred_signals() as received:
+            signal.pthread_sigmask(signal.SIG_BLOCK, both)
+            for number in both:
+                os.kill(os.getpid(), number)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
+        assert received == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGCHLD) is raises
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert ignored == []
+
+
 def test_signal_to_all_processes_is_a_stop(few, tmp_path, monkeypatch):
     """A worker that it has ended is no error of its own."""
 

@@ -14,6 +14,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 from itertools import chain
 from unittest import mock
@@ -348,8 +349,8 @@ def test_worker_that_ends_with_a_signal_is_no_error(monkeypatch):
     try:
         with train.deferred_signals() as received:
             signal.pthread_sigmask(signal.SIG_BLOCK, both)
-            for number in both:
-                os.kill(os.getpid(), number)
+            for number in both:  # to this thread: others do not block them
+                signal.pthread_kill(threading.get_ident(), number)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
         assert received == [signal.SIGTERM]
         assert signal.getsignal(signal.SIGCHLD) is raises

@@ -215,7 +215,7 @@ def messages_of_the_check() -> Iterator[tuple[str, str]]:
             continue
         remedy = " ".join(text_of(call.args[1]).split())
         if isinstance(scope, FUNCTIONS) and scope.name == causes:
-            remedy = "the error goes on with one of the next rows"
+            remedy = "the message ends with one of the hints in the rows below"
         for problem in words_of(call.args[0], scope):
             if is_shown(problem):
                 yield OF_THE_CHECK[name], row(problem.removesuffix("."), remedy)

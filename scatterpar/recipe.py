@@ -105,9 +105,9 @@ def _refuse_other_or_stepped(after: LRScheduler, optimizer: Optimizer) -> None:
         return
     which = "this" if is_same else "another"
     raise ValueError(
-        f"`after` is of {which} optimizer and at step {after.last_epoch}, not of this "
-        "one and at step 0: build it on this optimizer right before the warm-up and "
-        "do not step it"
+        f"`after` is of {which} optimizer and at step {after.last_epoch}: it must be "
+        "at step 0 of this optimizer; build it on this optimizer right before the "
+        "warm-up, and do not step it"
     )
 
 

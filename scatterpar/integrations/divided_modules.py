@@ -170,7 +170,7 @@ class DividedModules:
             if self._told.mark(name):
                 warn(
                     f"a call of {name} is computed on the first device alone: its "
-                    "inputs are vectors that have no number per row of the batch; "
+                    "inputs are vectors whose length is not the number of rows; "
                     "give them a dimension of rows, as by x[None], to divide them"
                 )
             return call.plain(*args, **kwargs)

@@ -60,8 +60,8 @@ def first_reference(
     if len(vanished) == len(as_drawn.gradients) or is_zero(result.gradients):
         raise ValueError(
             "the gradient is zero with the constant numbers that random operators "
-            "give in splitcheck, so nothing can be compared; draw what step draws "
-            "before, and pass it in batch"
+            "give in splitcheck, so nothing can be compared; draw the numbers "
+            "before the call of splitcheck, and pass them in batch"
         )
     unseen: list[str] = []
     if vanished:

@@ -218,5 +218,5 @@ _NO_GRAPH = (
 _TWICE = (
     "a second backward pass through an engine's loss: the first one took the "
     "gradients, even with retain_graph=True; call engine.loss again, or add up all "
-    "that depends on this loss before one"
+    "that depends on this loss, and call backward() once"
 )

@@ -41,8 +41,8 @@ def state_is_moved(look_request: LookRequest, names: Sequence[str]) -> str:
         "on each replica separately. The next step begins with your module's values "
         "of attributes.",
         "Change it once per step, outside of forward, or keep it in a buffer and "
-        "train with one sub-step. A criterion keeps it in a buffer, and sees all rows "
-        "(whole_batch=True; with the pair: gather).",
+        "train with one sub-step. If it is a criterion's: keep it in a buffer, and let "
+        "the criterion see all rows (whole_batch=True; with the pair: gather).",
         "docs/limits.md, State in modules.",
     )
 

@@ -124,7 +124,7 @@ def _weak_parts_of(value: Any) -> References:
     return References(bound={"data": value.data}, make=make)
 
 
-@functools.lru_cache(maxsize=1024)  # values of one class are thousands
+@functools.lru_cache(maxsize=16384)  # values of one class are thousands
 def is_array(kind: type) -> bool:
     """Whether values of a class are arrays of NumPy."""
     # By its protocol, because this package does not import NumPy.
@@ -171,8 +171,9 @@ def _variables_of(
     return closure, file_globals
 
 
-# Reading byte code takes longer than all else here, and each step reads a criterion's.
-@functools.lru_cache(maxsize=1024)
+# Reading byte code takes longer than all else here, and each look reads it again. A
+# model of transformers leads to thousands of functions: a smaller cache never hits.
+@functools.lru_cache(maxsize=16384)
 def globals_named_in(code: types.CodeType) -> tuple[str, ...]:
     """The globals that a code object and the code objects inside it name.
 

@@ -14,6 +14,7 @@ from torch import nn
 from scatterpar.objects.reach import reachable
 from scatterpar.objects.references import (
     contents,
+    globals_named_in,
     module_of,
     named_values,
     parts_of,
@@ -154,3 +155,14 @@ def test_module_of_method_values_of_cells():
     assert contents(cell) is cell  # not bound yet
     late = ONE
     assert contents(cell) is ONE
+
+
+def test_code_of_many_functions_is_read_once():
+    """A walk from a model of transformers meets thousands, each look again."""
+    codes = [compile(f"value_{number}", "many", "eval") for number in range(4000)]
+    for code in codes:
+        globals_named_in(code)
+    before = globals_named_in.cache_info().misses
+    for code in codes:
+        globals_named_in(code)
+    assert globals_named_in.cache_info().misses == before

@@ -37,7 +37,7 @@ def turns_are_taken(look_request: LookRequest) -> str:
 def state_is_moved(look_request: LookRequest, names: Sequence[str]) -> str:
     """Sub-steps move state with these ``names``."""
     return in_lines(
-        f"forward passes change {shortened(', '.join(names))}: in each sub-step, and "
+        f"forward passes move {shortened(', '.join(names))}: in each sub-step, and "
         "on each replica separately. The next step begins with your module's values "
         "of attributes.",
         "Change it once per step, outside of forward, or keep it in a buffer and "

@@ -730,7 +730,7 @@ def test_moved_attributes_told_by_name(make):
         texts = said(engine, case, 9)
     name = "calls" if make is Queue else "state"
     assert len(texts) == 1
-    assert f"forward passes change the attribute {name!r}: in each sub-step" in texts[0]
+    assert f"forward passes move the attribute {name!r}: in each sub-step" in texts[0]
     assert "keep it in a buffer and train with one sub-step" in texts[0]
 
 

@@ -110,7 +110,7 @@ OUTPUTS = {
 
 @pytest.mark.parametrize("is_buffer", [True, False], ids=["buffer", "attribute"])
 @pytest.mark.parametrize("outputs_of", OUTPUTS.values(), ids=OUTPUTS)
-@pytest.mark.filterwarnings("ignore:forward passes change")
+@pytest.mark.filterwarnings("ignore:forward passes move")
 def test_outputs_in_tensors_that_calls_write(devices, outputs_of, is_buffer):
     """A second micro-batch is written into the tensor that the first one returned."""
     module = WritesItsOutput(is_buffer)

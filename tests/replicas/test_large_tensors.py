@@ -137,7 +137,7 @@ def rebinds(m, inputs):
     return m.linear(inputs) + m.table[PLACE]
 
 
-@pytest.mark.filterwarnings("ignore:forward passes change")
+@pytest.mark.filterwarnings("ignore:forward passes move")
 @pytest.mark.parametrize(
     "forward", [appends, decays, writes_a_part_without_version, rebinds]
 )

@@ -151,7 +151,7 @@ class LossInItsOwnTensor(nn.Module):
         return loss if loss.requires_grad else self.last
 
 
-@pytest.mark.filterwarnings("ignore:forward passes change")
+@pytest.mark.filterwarnings("ignore:forward passes move")
 def test_loss_in_tensor_that_calls_write(devices):
     """A second micro-batch is written into the loss that the first one returned."""
     model = linear()

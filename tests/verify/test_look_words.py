@@ -38,7 +38,7 @@ def inconclusive(**options):
         ),
         (
             look_words.state_is_moved(asked(), ["the buffer 'a'", "the number b"]),
-            "forward passes change the buffer 'a', the number b: in each sub-step",
+            "forward passes move the buffer 'a', the number b: in each sub-step",
             "Change it once per step, outside of forward",
         ),
         (

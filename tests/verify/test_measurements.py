@@ -188,7 +188,7 @@ def test_what_no_call_reads_is_not_told(devices, forward):
     net = model(forward)
     net.register_buffer("mean", torch.zeros(FEATURES, dtype=torch.float64))
     texts = told(net, 1, devices(2))
-    assert not [text for text in texts if "forward passes change" in text]
+    assert not [text for text in texts if "forward passes move" in text]
 
 
 def test_calls_that_draw_nothing_find_same_generator(devices):

@@ -75,7 +75,7 @@ def test_moved_attribute_told_by_name(case, sub_steps):
     inputs = randn(8, FEATURES)
     with (
         ScatterOnceParallel(model, 1, ["cpu"] * sub_steps) as engine,
-        pytest.warns(UserWarning, match="forward passes change the attribute 'kept'"),
+        pytest.warns(UserWarning, match="forward passes move the attribute 'kept'"),
     ):
         engine.forward_backward(inputs, randn(8, CLASSES), nn.MSELoss())
 

@@ -281,7 +281,7 @@ class Counts(nn.Module):
 
 
 @pytest.mark.draws
-@pytest.mark.filterwarnings("ignore:forward passes change")
+@pytest.mark.filterwarnings("ignore:forward passes move")
 def test_report_of_a_step_that_moves_state(reports):
     with ScatterOnceParallel(Counts(), 3, ["cpu"] * 2) as engine:
         for _ in range(2):

@@ -155,7 +155,7 @@ INCONCLUSIVE = {
 @pytest.mark.contract
 @pytest.mark.draws
 @pytest.mark.filterwarnings(
-    "error", "ignore:forward passes change", "ignore:(?s)could not check.*NaN"
+    "error", "ignore:forward passes move", "ignore:(?s)could not check.*NaN"
 )
 @pytest.mark.parametrize("case", [*LOOKED_AT, *INCONCLUSIVE])
 def test_look_leaves_no_trace(devices, case):
@@ -364,7 +364,7 @@ def test_warning_of_a_failed_step_is_told_later(devices):
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
         with pytest.raises(ZeroDivisionError):
             step(engine, lambda o, t: F.mse_loss(o, t) if len(o) > 6 else 1 / 0, VALUES)
-        with pytest.warns(UserWarning, match="forward passes change the buffer"):
+        with pytest.warns(UserWarning, match="forward passes move the buffer"):
             step(engine, F.mse_loss, VALUES)
 
 
@@ -404,7 +404,7 @@ def test_warning_that_is_an_error_changes_nothing(devices):
     model.register_buffer("calls", torch.zeros(()))
     model.register_forward_hook(count_call)
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        words = "forward passes change the buffer"
+        words = "forward passes move the buffer"
         with nothing_changes(model), pytest.raises(UserWarning, match=words):
             step(engine, F.mse_loss, VALUES)
         step(engine, F.mse_loss, VALUES)

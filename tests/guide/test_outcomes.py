@@ -687,7 +687,7 @@ TOLD: dict[str, tuple[Case, str]] = {
     ),
     "a private attribute that held None": (
         case_of(net(remembering, _past=None)),
-        "change the attribute '_past'",
+        "move the attribute '_past'",
     ),
     "a queue of MoCo's": (
         case_of(Queue, accum=3),
@@ -695,15 +695,15 @@ TOLD: dict[str, tuple[Case, str]] = {
     ),
     "a queue, one sub-step per replica": (
         case_of(Queue, accum=1),
-        "change the buffer 'queue', the attribute 'last', the attribute 'calls': in",
+        "move the buffer 'queue', the attribute 'last', the attribute 'calls': in",
     ),
     "a list that forward passes append to": (
         case_of(net(appending, losses=[]), accum=1),
-        "change the attribute 'losses': in",
+        "move the attribute 'losses': in",
     ),
     "a hidden state, one sub-step per replica": (
         case_of(net(carries, state=torch.zeros(CLASSES).double()), accum=1),
-        "change the attribute 'state': in",
+        "move the attribute 'state': in",
     ),
 }
 

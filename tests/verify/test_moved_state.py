@@ -99,7 +99,7 @@ def test_moved_attribute_of_criterion_told(options):
     with (
         ScatterOnceParallel(linear(), 1, ["cpu"] * 2) as engine,
         pytest.warns(
-            UserWarning, match="change the attribute 'position': in each sub-"
+            UserWarning, match="move the attribute 'position': in each sub-"
         ),
     ):
         engine.forward_backward(inputs, targets, Numbered(), **options)

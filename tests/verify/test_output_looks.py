@@ -268,7 +268,7 @@ class Counts(nn.Module):
 TOLD = {
     "a memory bank": (Remembers, "another result when it is called again"),
     "a batch normalisation": (Normalises, "statistics are those of each"),
-    "a number of calls": (Counts, "change the attribute 'calls'"),
+    "a number of calls": (Counts, "move the attribute 'calls'"),
 }
 
 

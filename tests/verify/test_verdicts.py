@@ -243,7 +243,7 @@ def test_centre_of_rows_is_told_by_name():
     """As batch normalisation, it was refused, for a module with its own loss."""
     inputs = torch.randn(12, 3).double()
     engine = ScatterOnceParallel(Centred(False), 2, ["cpu"] * 2)
-    with engine, pytest.warns(UserWarning, match="change the buffer 'centre'"):
+    with engine, pytest.warns(UserWarning, match="move the buffer 'centre'"):
         engine.forward_backward(inputs)
     assert engine.module.training
     engine = ScatterOnceParallel(Centred(True), 2, ["cpu"] * 2)

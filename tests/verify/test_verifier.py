@@ -357,7 +357,7 @@ def count_call(module, *_):
 
 
 def test_warning_of_a_failed_step_is_told_later(devices):
-    """Of state that forward passes change."""
+    """Of state that forward passes move."""
     model = Breaks()
     model.register_buffer("calls", torch.zeros(()))
     model.register_forward_hook(count_call)

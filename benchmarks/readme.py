@@ -22,7 +22,7 @@ ROOT = HERE.parent
 MODELS = {"cnn": "small CNN", "mlp": "MLP", "resnet20": "ResNet-20"}
 PEERS = {
     "the plain loop with the same micro-batches": ["plain loop, 32 sub-steps"],
-    "a plain loop with 16 micro-batches of all replicas' rows (on a CPU `nn.DataParallel` does this)": [
+    "a plain loop with 16 micro-batches of 256 rows, as many as both replicas compute at a time (on a CPU `nn.DataParallel` is such a loop)": [
         "nn.DataParallel x 16"
     ],
     "DDP with `no_sync`, or accelerate, whichever was faster, in two processes": [
@@ -181,7 +181,7 @@ _MEASURED: list[tuple[str, str, str, Callable[[Any], str]]] = [
     ),
     (
         "fixed_cost/own-cost.json",
-        "µs that a further round of sub-steps adds",
+        "µs that one more sub-step on each replica adds",
         "torch",
         _in_row(1, 1),
     ),

@@ -197,8 +197,8 @@ def _effect_on_optimizers(finding: Finding) -> str:
 
 
 _HIDDEN_BY_ADAM = (
-    " Adam hides this factor, and so does clipping: training may look right. A second "
-    "loss without the factor then has the wrong weight."
+    " Adam hides this factor, and so does clipping: training may look right. If the "
+    "loop adds a second loss without this factor, the ratio of the two losses is wrong."
 )
 _BATCH_NORM = Cause(
     "batch normalisation",

@@ -26,6 +26,8 @@ from harness.pages import read
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
+from scatterpar.batch.nested import MAX_ENTRIES
+from scatterpar.objects.walk import LONGEST_CHAIN
 
 pytestmark = [pytest.mark.cuda, pytest.mark.nullcuda, pytest.mark.draws]
 
@@ -533,8 +535,8 @@ def test_hook_that_comes_later_is_seen():
 
 # Kinds of state that neither an operator nor a generator shows, as the page names them.
 UNSEEN = [
-    "long chains of objects",
-    "entries of a list of thousands",
+    f"more than {LONGEST_CHAIN} references away",
+    f"more than {MAX_ENTRIES:,} entries",
     "attributes of a library's module",
     "`sys.modules`",
     "`os.environ`",

@@ -25,9 +25,10 @@ START = blocks(read("docs/start.md"), "python")
 # --- debug ---
 
 DEBUG = sections("docs/limits.md")["Debug a step"]
-FAILS, ALONE, WITH_ONE_REPLICA, NOT_FINITE, ANOMALY, CHECK, LOG = blocks(
+FAILS, ALONE, WITH_ONE_REPLICA, NOT_FINITE, BAD_ROWS, ANOMALY, CHECK, LOG = blocks(
     DEBUG, "python"
 )
+FAILURE, NOTE_OF_NAN = blocks(DEBUG, "text")
 
 
 @pytest.fixture
@@ -46,9 +47,8 @@ def names():
 def test_error_and_notes_as_on_the_page(names):
     with pytest.raises(IndexError) as caught:
         run(FAILS, names)
-    (shown,) = blocks(DEBUG, "text")
     said = [f"IndexError: {caught.value}", *caught.value.__notes__]
-    assert "\n".join(said) == shown.strip()
+    assert "\n".join(said) == FAILURE.strip()
     for alone in (ALONE, WITH_ONE_REPLICA):
         with pytest.raises(IndexError, match="Target 7 is out of bounds"):
             run(alone, names)
@@ -65,7 +65,8 @@ def test_nan_row_anomaly_and_check_are_shown(names, capsys):
     assert "only rounding differs" in capsys.readouterr().out
     names["images"][19, 3] = torch.nan
     run(NOT_FINITE, names)
-    assert "sub-step 2; nothing was changed" in capsys.readouterr().out
+    assert capsys.readouterr().out == NOTE_OF_NAN
+    run(BAD_ROWS, names)
     assert names["bad"] == [19]
 
 

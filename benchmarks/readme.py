@@ -117,7 +117,7 @@ def _mean_error(runs: list[dict[str, Any]], recipe: str) -> str:
 def beside_the_loop() -> str:
     """What launching, a look and the engine itself cost."""
     lines = [
-        "| figure | | beside | command | date |",
+        "| what | figure | compared with | command | date |",
         "|---|---:|---|---|---|",
     ]
     for path, name, peer, value in _MEASURED:

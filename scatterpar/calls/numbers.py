@@ -83,14 +83,6 @@ def weights_of(
     return [float(sum(by_row[row] for row in rows)) for rows in parts]
 
 
-def are_alike(first: Sequence[float], second: Sequence[float]) -> bool:
-    """Whether two lists of weights are proportional."""
-    return all(
-        abs(a * sum(second) - b * sum(first)) <= 1e-9 * sum(first) * sum(second)
-        for a, b in zip(first, second, strict=True)
-    )
-
-
 def combined_number(
     numbers: Sequence[Tensor], weights: Sequence[float], rule: NumberRule
 ) -> Tensor:

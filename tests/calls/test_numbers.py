@@ -5,7 +5,6 @@ from harness.oracle import randint, randn
 from scatterpar.calls.numbers import (
     BY_ROWS,
     SUM,
-    are_alike,
     combined_number,
     rules_for,
     weights_of,
@@ -47,8 +46,3 @@ def test_mean_of_no_terms_is_that_of_torch():
 def test_sum_adds():
     numbers = [torch.tensor(2), torch.tensor(3)]
     assert combined_number(numbers, [1, 1], SUM).item() == 5
-
-
-def test_weights_are_alike_if_proportional():
-    assert are_alike([4, 2], [2, 1])
-    assert not are_alike([4, 2], [2, 2])

@@ -607,7 +607,7 @@ def _buckets(slots: Sequence[Slot], alone: frozenset[int]) -> list[list[int]]:
     Their sums are on the master at the same time. Those of ``alone`` have a node each.
     """
     buckets: list[list[int]] = [[slot.number] for slot in slots if slot.number in alone]
-    free_bytes = 0
+    free_bytes = -1  # so that one without elements, too, begins the first bucket
     for slot in slots:
         if slot.number in alone:
             continue

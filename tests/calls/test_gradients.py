@@ -286,6 +286,15 @@ def test_unused_parameter_has_no_gradient(pair):
     assert net[0].weight.grad is not None
 
 
+def test_parameter_without_elements_comes_first(pair):
+    engine, net, plain = pair
+    for module in (net, plain):
+        module.register_parameter("empty", nn.Parameter(torch.empty(0)))
+    loss_of(engine).backward()
+    loss_of(plain).backward()
+    assert_gradients(net, gradients(plain))
+
+
 def test_steps_and_calls_of_one_engine_alternate(pair):
     engine, net, plain = pair
     criterion = nn.CrossEntropyLoss()

@@ -110,7 +110,7 @@ class Broadcast:
         self._layout = _layout(contents)
         # To see later whether a tensor's storage, shape or strides were exchanged.
         self.places = list(map(Tensor.detach, self._tensors))
-        self._addresses = _addresses(self.places)
+        self._have_addresses = _have_addresses(self.places)
         self.forms: Forms | None = None
         self._copies = {
             device: empty_like_on(self._tensors, device) for device in self.memories[1:]
@@ -144,7 +144,7 @@ class Broadcast:
         self.contents = contents  # another root may hold the same tensors
         self._flat.pop(self.memories[0], None)
         self.places = list(map(Tensor.detach, self._tensors))
-        self._addresses = _addresses(self.places)
+        self._have_addresses = _have_addresses(self.places)
         self.forms = None
         return True
 
@@ -154,11 +154,12 @@ class Broadcast:
         Returns ``False``, and changes nothing, if a kind or a shape is another.
         ``have_same_forms`` says that their forms are known to be the same.
         """
-        # Of thousands of small tensors: ``is_set_to`` takes five times as long. No
-        # other storage can have the address, because ``places`` keep theirs.
-        if have_same_forms and self._addresses:
+        # Of thousands of small tensors: ``is_set_to`` takes longer. No other storage
+        # can have the address that a place has now; one that it had before it can,
+        # because ``share_memory_`` and ``resize_`` move a storage.
+        if have_same_forms and self._have_addresses:
             present = list(map(Tensor.data_ptr, self._tensors))
-            if present == self._addresses:
+            if present == list(map(Tensor.data_ptr, self.places)):
                 return True
         return self.are_in_place() or self.adopt(self.contents, self.memories)
 
@@ -378,13 +379,12 @@ class Broadcast:
         return all(map(Tensor.is_set_to, self._tensors, self.places))
 
 
-def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    """The address of each tensor; none if one of them has no memory."""
+def _have_addresses(tensors: Sequence[Tensor]) -> bool:
+    """Whether each tensor has memory."""
     try:
-        addresses = list(map(Tensor.data_ptr, tensors))
+        return all(map(Tensor.data_ptr, tensors))
     except RuntimeError:  # of a subclass that consists of other tensors
-        return []
-    return addresses if all(addresses) else []
+        return False
 
 
 def _layout(contents: ModuleContents) -> list[Any]:

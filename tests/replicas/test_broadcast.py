@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -188,6 +189,19 @@ def test_adopt_storages_tells_changed_shapes(broadcast, module):
     module.weight.data = module.weight.data[:2]
     assert not broadcast.adopt_storages()
     assert not broadcast.adopt(ModuleContents((layer(),)), DEVICES)
+
+
+def test_an_address_that_a_moved_storage_had_is_of_another_storage(module, broadcast):
+    array = numpy.ones(4, dtype=numpy.float32)
+    module.weight.data = torch.from_numpy(array)
+    assert broadcast.adopt_storages()
+    module.weight.share_memory_()  # moves the storage; the array stays
+    places = broadcast.places
+    assert broadcast.adopt_storages(have_same_forms=True)
+    assert broadcast.places is places
+    module.weight.data = torch.from_numpy(array)
+    assert broadcast.adopt_storages(have_same_forms=True)
+    assert broadcast.places is not places
 
 
 def test_other_devices_are_other_broadcast(module, broadcast):

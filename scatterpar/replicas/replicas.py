@@ -431,9 +431,9 @@ class ReplicaSet:
             return True
         tensors = self.contents.tensor_list
         if list(map(REQUIRES_GRAD, tensors)) != self.slots.requires_grad:
+            self.broadcast.forms = None  # those that the slots followed before
             self.slots = Slots(self.contents, self.options.accumulate_dtype)
             self._set_requires_grad()
-            self.broadcast.forms = None  # those that the slots followed before
         # A backward pass has other modes than calls, so their forms would differ.
         if asks_places:
             self.broadcast.remember_forms()

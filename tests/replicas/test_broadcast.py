@@ -191,7 +191,7 @@ def test_adopt_storages_tells_changed_shapes(broadcast, module):
     assert not broadcast.adopt(ModuleContents((layer(),)), DEVICES)
 
 
-def test_an_address_that_a_moved_storage_had_is_of_another_storage(module, broadcast):
+def test_former_address_is_of_another_storage(module, broadcast):
     array = numpy.ones(4, dtype=numpy.float32)
     module.weight.data = torch.from_numpy(array)
     assert broadcast.adopt_storages()

@@ -101,7 +101,7 @@ from scatterpar.verify.verifier import Verifier
 from scatterpar.wrapper import ModuleT, Wrapper
 
 _BELONGS_TO_STEPS = (
-    'buffers="batch" and a process_group belong to steps: a call with a graph has '
+    'buffers="batch" and process_group= belong to steps: engine(x) with autograd has '
     "neither; use forward_backward(inputs, targets, criterion), or call the engine "
     "under torch.no_grad()"
 )

@@ -47,7 +47,7 @@ def defect(text: str) -> None:
     """Tell of a mistake in this package. Warns; raises ``Defect`` in its tests."""
     if raises_defects:
         raise Defect(text)
-    warn(f"a mistake in scatterpar, please report it: {text}", RuntimeWarning)
+    warn(f"a mistake in scatterpar: {text}; please report it", RuntimeWarning)
 
 
 class Told:

@@ -90,7 +90,7 @@ def gradual_warmup(
     check_number("the first group's learning rate", first_lr)
     if isinstance(after, ReduceLROnPlateau):
         raise TypeError(
-            "`after` is a ReduceLROnPlateau, which needs a metric at every step: warm "
+            "`after` is a ReduceLROnPlateau, which needs a metric at every step; warm "
             "up without `after`, then step the ReduceLROnPlateau yourself"
         )
     if after is not None:
@@ -105,9 +105,9 @@ def _refuse_other_or_stepped(after: LRScheduler, optimizer: Optimizer) -> None:
         return
     which = "this" if is_same else "another"
     raise ValueError(
-        f"`after` is of {which} optimizer and at step {after.last_epoch}: it must be "
-        "at step 0 of this optimizer; build it on this optimizer right before the "
-        "warm-up, and do not step it"
+        f"`after` belongs to {which} optimizer, and is at step {after.last_epoch}; "
+        "build `after` on the optimizer of the warm-up, right before the warm-up, and "
+        "do not step it"
     )
 
 
@@ -145,7 +145,7 @@ class _GradualWarmup(LRScheduler):
         """Set the rates of the next step; `epoch` is not supported."""
         if epoch is not None:
             raise ValueError(
-                f"step() takes no epoch, but {epoch} was given: call step() alone"
+                f"step() takes no epoch, but {epoch} was given; call step() alone"
             )
         if self.after is not None and self.last_epoch >= self.warmup_steps:
             self.after.step()
@@ -163,8 +163,8 @@ class _GradualWarmup(LRScheduler):
         if (after_state is None) != (self.after is None):
             saved = "without" if after_state is None else "with"
             raise ValueError(
-                f"the state is of a warm-up {saved} `after`, unlike this one: build it "
-                f"as the saved one was"
+                f"the state is of a warm-up {saved} `after`, unlike this one; build "
+                f"this one as the saved one was"
             )
         # torch's ``load_state_dict`` takes over every entry as an attribute.
         super().load_state_dict({**state_dict, "after": self.after})

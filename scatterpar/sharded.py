@@ -167,8 +167,8 @@ class ShardedOptimizer(Optimizer):
                 "bitsandbytes that is known to treat each parameter by itself; use it "
                 f"as it is, {name}(engine.module.parameters(), …), or pass "
                 "elementwise=True if it reads and writes the parameters in "
-                "param_groups, keeps what it remembers of one in state[parameter], and "
-                "needs no closure"
+                "param_groups, keeps its state of each parameter in state[parameter], "
+                "and needs no closure"
             )
         # torch's constructor makes groups and state, which are those of ``plain``.
         self._plain: Any = SimpleNamespace()

@@ -599,8 +599,8 @@ def check_parts(data: str, train: Any, test: Any) -> None:
     classes_of_test = list(test.class_to_idx)
     if classes != classes_of_test or len(classes) < 2:
         raise UsageError(
-            f"--data {data}: its parts need the same classes, two at least; "
-            f"they have {classes!s:.200} and {classes_of_test!s:.200}"
+            f"--data {data}: its parts have the classes {classes!s:.200} and "
+            f"{classes_of_test!s:.200}; give both parts the same classes, two at least"
         )
 
 

@@ -3,8 +3,9 @@
 ``python -m tests.errors`` prints the page, ``python -m tests.errors --write`` writes it.
 
 The words are read from the sources: the texts of all errors that they raise, and of all
-warnings. What is filled in when the error is raised is an ellipsis. Values of the wrong
-type are left out, whose error says all.
+warnings. A value that is filled in when the error is raised is shown by its noun in the
+sources, as ‹noun›, and a remedy that depends on the case by its texts, as ‹text / text›.
+Values of the wrong type are left out, whose error says all.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import ast
 import functools
 import re
 from collections.abc import Container, Iterator
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,9 +41,18 @@ OF_A_VALUE = re.compile(
     r"\bmust (be|have|return|begin|give)\b|, got …|: got …|^got |^Rows takes|\bis empty\b"
     r"|\bexpected an?\b|pass one\b|leave (it|…=|one of them) out|is the class …"
 )
-# Functions of the check before a step, which get a problem and a remedy.
-OF_THE_CHECK = {"_refused": "error", "_told": "warning", "in_lines": "warning"}
+# Functions of the check before a step, with the number of the argument that is the
+# problem; the remedy is the next one.
+OF_THE_CHECK = {"_refused": ("error", 0), "_told": ("warning", 1)}
+OF_THE_CHECK["in_lines"] = "warning", 0
+CAUSE_ENDS = re.compile("(?:: |, )(?=pass |multiply |‹)")  # there the remedy begins
 FEWEST_LETTERS = 25  # a text with fewer of its own is put together of other ones
+PLACEHOLDER = re.compile("‹[^›]*›")
+# Nouns of values that say nothing about them.
+EMPTY_NOUNS = {"text", "value", "first", "word", "words"}
+NOUNS = {"k": "k", "why": "reason", "shown": "reason", "stride": "strides"}
+MAX_CASES = 5  # texts of a remedy that are shown
+NOTHING_TO_DO = "nothing to do"
 
 
 class Topic(NamedTuple):
@@ -82,10 +92,12 @@ class Message(NamedTuple):
     Attributes:
         place: its file and line, below the package.
         text: its fixed words, with an ellipsis in the place of all else.
+        shown: its words with nouns, and with the texts of a remedy.
     """
 
     place: str
     text: str
+    shown: str
 
 
 def files() -> list[Path]:
@@ -150,16 +162,21 @@ def returned_by() -> dict[str, list[tuple[ast.expr, ast.AST]]]:
         for function in nodes_of(path):
             if not isinstance(function, FUNCTIONS):
                 continue
-            for node in ast.walk(function):
-                if isinstance(node, ast.Return) and node.value is not None:
+            returns = [
+                node for node in ast.walk(function) if isinstance(node, ast.Return)
+            ]
+            for node in sorted(returns, key=attrgetter("lineno")):
+                if node.value is not None:
                     pair = node.value, function
                     returned.setdefault(function.name, []).append(pair)
     return returned
 
 
-def words_of(node: ast.expr, scope: ast.AST, depth: int = 3) -> Iterator[str]:
-    """The texts of an expression: of a local name what the function assigns to it, of
-    a call what the function returns.
+def expressions_of(
+    node: ast.expr, scope: ast.AST, depth: int = 3
+) -> Iterator[tuple[ast.expr, ast.AST]]:
+    """The expressions that an expression stands for: a local name for what the function
+    assigns to it, a call for what the function returns. Yields each with its function.
     """
     pairs: list[tuple[ast.expr, ast.AST]] = []
     if isinstance(node, ast.IfExp):
@@ -174,9 +191,114 @@ def words_of(node: ast.expr, scope: ast.AST, depth: int = 3) -> Iterator[str]:
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         pairs = returned_by().get(node.func.id, [])
     if not (pairs and depth):
-        yield text_of(node)
+        yield node, scope
     for expression, of in pairs if depth else ():
-        yield from words_of(expression, of, depth - 1)
+        yield from expressions_of(expression, of, depth - 1)
+
+
+def words_of(node: ast.expr, scope: ast.AST) -> Iterator[str]:
+    """The texts of an expression."""
+    for expression, _ in expressions_of(node, scope):
+        yield text_of(expression)
+
+
+def noun_of(node: ast.AST) -> str:
+    """The noun of a value in words, from its name in the sources; empty if none."""
+    match node:
+        case ast.Name(name) | ast.Attribute(attr=name):
+            if name in ("__name__", "__qualname__") and isinstance(node, ast.Attribute):
+                return noun_of(node.value)
+            words = name.strip("_").replace("_", " ")
+            if name in NOUNS:
+                return NOUNS[name]
+            is_empty = words in EMPTY_NOUNS or words.startswith("of ")
+            return "" if is_empty or len(words) < 3 else words
+        case ast.Subscript(value=inner) | ast.BinOp(left=inner):
+            return noun_of(inner)
+        case ast.GeneratorExp(generators=[ast.comprehension(iter=inner)]):
+            return noun_of(inner)
+        case ast.Call(func=ast.Name("type")):
+            return "class"
+        case ast.Call(func=ast.Name("len"), args=[inner]):
+            return f"number of {noun_of(inner)}" if noun_of(inner) else "number"
+        case ast.Call(func=ast.Attribute(attr="join"), args=[inner]):
+            return noun_of(inner)
+        case ast.Call(func=ast.Name("map"), args=[_, inner]):
+            return noun_of(inner)
+        case ast.Call(func=ast.Name(name), args=[inner, *_]):
+            words = name.strip("_").replace("_", " ")
+            is_noun = " of " in words or words == "expression"
+            return words if is_noun else noun_of(inner)
+        case ast.Call(func=ast.Attribute(attr="detach", value=inner)):
+            return noun_of(inner)
+        case ast.Call(func=ast.Attribute() as inner, args=[]):
+            return noun_of(inner)
+    return ""
+
+
+def placeholder(node: ast.AST) -> str:
+    """The noun of a value, marked."""
+    noun = noun_of(node)
+    return f"‹{noun}›" if noun else "…"
+
+
+def cases_of(node: ast.expr, scope: ast.AST, depth: int) -> list[str]:
+    """The texts that a value in a text has; empty if one of them is not fixed."""
+    cases: list[str] = []
+    for expression, of in expressions_of(node, scope) if depth else ():
+        is_text = isinstance(expression, (ast.Constant, ast.JoinedStr))
+        if not is_text and text_of(expression) == "…":
+            return []
+        text = shown_of(expression, of, has_remedy=True, depth=depth - 1)
+        if " / " in text:  # cases of a case
+            return []
+        cases.append(text)
+    # A text may be the beginning of another one, which says all.
+    texts = list(dict.fromkeys(cases))
+    short = {a for a in texts for b in texts if a and a != b and b.startswith(a)}
+    return [text for text in texts if text not in short]
+
+
+def shown_of(
+    node: ast.AST, scope: ast.AST, *, has_remedy: bool = False, depth: int = 3
+) -> str:
+    """The words of a text, with nouns for values, and the texts of its remedy.
+
+    With ``has_remedy``, it is a remedy from its beginning; else from "; " on.
+    """
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return shown_of(node.left, scope) + shown_of(node.right, scope)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        text = shown_of(node.func.value, scope, has_remedy=has_remedy)
+        return text.capitalize() if node.func.attr == "capitalize" else text
+    if isinstance(node, ast.Name) and node.id not in constants():
+        cases = cases_of(node, scope, depth)
+        return cases[0] if len(cases) == 1 else placeholder(node)
+    if not isinstance(node, ast.JoinedStr):
+        text = text_of(node)
+        return placeholder(node) if text == "…" else text
+    shown = ""
+    for part in node.values:
+        if not isinstance(part, ast.FormattedValue):
+            shown += text_of(part)
+            continue
+        text = text_of(part)
+        if text != "…":
+            shown += text.removesuffix(".0")
+            continue
+        cases = cases_of(part.value, scope, depth)
+        in_remedy = has_remedy or "; " in shown
+        if in_remedy and len(cases) > 1 and "" in cases:  # only sometimes there
+            cases.remove("")
+        if len(cases) == 1 and (in_remedy or "; " not in cases[0]):
+            shown += cases[0]
+        elif in_remedy and 1 < len(cases) <= MAX_CASES:
+            shown += f"‹{' / '.join(cases)}›"
+        elif shown[-1:].isalpha():
+            shown += "…"
+        else:
+            shown += placeholder(part.value)
+    return shown
 
 
 def calls_of(names: Container[str]) -> Iterator[tuple[str, ast.Call, ast.AST, str]]:
@@ -203,27 +325,35 @@ def calls_of(names: Container[str]) -> Iterator[tuple[str, ast.Call, ast.AST, st
 def messages(names: set[str]) -> Iterator[Message]:
     """What the sources pass as the first argument to functions of these names."""
     for _, call, scope, place in calls_of(names):
-        for text in words_of(call.args[0], scope):
-            yield Message(place, " ".join(text.split()))
+        for expression, of in expressions_of(call.args[0], scope):
+            text = " ".join(text_of(expression).split())
+            yield Message(place, text, " ".join(shown_of(expression, of).split()))
 
 
 def messages_of_the_check() -> Iterator[tuple[str, str]]:
     """The rows of errors and warnings of the check before a step, by their kind."""
     causes = "_refused_combination"  # has one problem, and is called with each cause
-    for name, call, scope, _ in calls_of(OF_THE_CHECK):
-        if len(call.args) < 2:  # another function of this name
+    for name, call, scope, place in calls_of(OF_THE_CHECK):
+        kind, number = OF_THE_CHECK[name]
+        if not place.startswith("verify/") or len(call.args) < number + 2:
             continue
-        remedy = " ".join(text_of(call.args[1]).split())
+        if isinstance(scope, FUNCTIONS) and scope.name in OF_THE_CHECK:
+            continue  # passes on its own arguments
+        remedy = shown_of(call.args[number + 1], scope, has_remedy=True)
         if isinstance(scope, FUNCTIONS) and scope.name == causes:
-            remedy = "the message ends with one of the hints in the rows below"
-        for problem in words_of(call.args[0], scope):
-            if is_shown(problem):
-                yield OF_THE_CHECK[name], row(problem.removesuffix("."), remedy)
+            remedy = (
+                "What to do is in the next lines of the error: one of the rows below, "
+                'from "It seems to be a mean" on.'
+            )
+        for expression, of in expressions_of(call.args[number], scope):
+            if is_shown(text_of(expression)):
+                yield kind, row(shown_of(expression, of).removesuffix("."), remedy)
     for _, call, scope, _ in calls_of({causes}):
-        for text in words_of(call.args[1], scope):
-            problem, _, remedy = text.removesuffix(".").partition(": pass ")
-            if is_shown(text):
-                yield "error", row(problem, f"pass {remedy}" if remedy else "")
+        for expression, of in expressions_of(call.args[1], scope):
+            if is_shown(text_of(expression)):
+                text = shown_of(expression, of, has_remedy=True).removesuffix(".")
+                problem, remedy = CAUSE_ENDS.split(text, maxsplit=1)
+                yield "error", row(problem, remedy)
 
 
 def is_shown(text: str) -> bool:
@@ -235,7 +365,7 @@ def is_shown(text: str) -> bool:
 
 def row(problem: str, remedy: str) -> str:
     """The row of a message."""
-    remedy = "" if remedy == "…" else remedy.removesuffix(" …")
+    remedy = remedy or NOTHING_TO_DO
     quoted = problem.replace("|", "\\|").strip()
     fence = "``" if "`" in quoted else "`"
     quoted = f"{fence} {quoted} {fence}" if "`" in quoted else f"`{quoted}`"
@@ -251,10 +381,10 @@ def page() -> str:
     for kind, line in sorted(dict.fromkeys(messages_of_the_check()), key=itemgetter(0)):
         of_the_check.setdefault(kind, []).append(line)
     for kind, found in kinds.items():
-        for place, text in found:
-            problem, _, remedy = text.partition("; ")
-            if not is_shown(text) or not is_shown(problem):
+        for place, text, shown in found:
+            if not is_shown(text) or not is_shown(text.partition("; ")[0]):
                 continue
+            problem, _, remedy = shown.partition("; ")
             topic = next(topic for topic in TOPICS if place.startswith(topic.files))
             tables = rows.setdefault((topic.title, topic.page), {})
             table = tables.setdefault(kind, [])
@@ -276,8 +406,8 @@ def page() -> str:
 
 _HEAD = """# Errors by their words
 
-This page has scatterpar's errors and warnings, and what to do. Search it for some words of your message; `…` stands for
-names and numbers. What goes wrong without an error, and how to debug a step, is on [Limits](limits.md).
+This page has scatterpar's errors and warnings, and what to do. Search it for some words of your message. `‹name›` and `…`
+stand for names and numbers, ‹one text / another› for the text of your case. What goes wrong without an error, and how to debug a step, is on [Limits](limits.md).
 
 Each error is a `ValueError`, `TypeError` or `RuntimeError`. A step that raises one has changed nothing, unless the error
 says so. *Written by `python -m tests.errors --write` from the sources.*"""

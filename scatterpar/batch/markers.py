@@ -262,7 +262,7 @@ class Batches:
             )
         self.entries: list[Any] = list(batches)
         if not self.entries:
-            raise ValueError("from_batches got no batch: a step needs one at least")
+            raise ValueError("from_batches got no batch; pass one or more")
 
     def __repr__(self) -> str:
         return f"Rows.from_batches({len(self.entries)} batches)"

@@ -277,7 +277,7 @@ def _refuse_iteration_over_rows(value: Mapping[Any, Any]) -> None:
         remedy = "its .to_dict()" if hasattr(value, "to_dict") else "{key: value[key]}"
         raise TypeError(
             f"a {type(value).__name__} iterates over its rows, not over its keys, so "
-            f"nothing separates its parts from its rows; use a dict instead: {remedy}"
+            f"that its entries are not found; pass a dict in its place, as {remedy}"
         )
 
 

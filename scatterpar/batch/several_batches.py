@@ -70,7 +70,7 @@ def _sizes_of_batches(inputs: Any, targets: Any, dim: int) -> list[int]:
         shown.append(f"{name} with {' + '.join(map(str, sizes_of_part))}")
     raise ValueError(
         f"the several batches disagree in their rows along dim={dim}: "
-        f"{', '.join(shown)}"
+        f"{', '.join(shown)}; pass inputs and targets with the same rows in each batch"
     )
 
 

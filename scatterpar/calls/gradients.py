@@ -528,9 +528,9 @@ class CallGradients:
         if self._told.mark("parts"):
             warn(
                 "hooks on parameters run more than once, with parts of the gradient: "
-                "for what reentrant checkpoints inside of the module compute, and for "
-                "parameters that only passes inside of no_sync() have used; with "
-                "checkpoint(…, use_reentrant=False) they run once"
+                "those of parameters that reentrant checkpoints inside of the module "
+                "use, and of parameters that were used by backward passes inside of "
+                "no_sync() only; with checkpoint(…, use_reentrant=False) hooks run once"
             )
 
     def _nothing(self) -> ByReplica:

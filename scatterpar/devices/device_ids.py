@@ -90,10 +90,10 @@ def even_part(count: int, number: int, processes: int) -> range:
     if count % processes:
         warn(
             f"device_ids: {count} accelerators do not divide evenly among the "
-            f"{processes} processes of this machine; this one, number {number}, takes "
-            f"{part.start} to {part.stop - 1}. In each step the others wait for the "
+            f"{processes} processes of this machine. Process {number} takes "
+            f"{part.start} to {part.stop - 1}, and in each step all wait for the "
             "process with the most rows per accelerator; start a number of processes "
-            "that divides, or give each process rows in proportion"
+            "that divides the accelerators, or give each process rows in proportion"
         )
     return part
 
@@ -165,7 +165,10 @@ def _require_visible(device: torch.device, accelerator: torch.device | None) -> 
     count = torch.accelerator.device_count()
     if device.type != kind or (device.index or 0) >= count:
         visible = f"{count} {kind} devices" if kind else "no accelerator"
-        raise ValueError(f"device_ids: {device} is not here (visible: {visible})")
+        raise ValueError(
+            f"device_ids: {device} is not here (visible: {visible}); pass visible "
+            "devices"
+        )
 
 
 def parse_devices(words: str | Sequence[str]) -> list[str | int]:

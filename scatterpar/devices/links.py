@@ -56,7 +56,7 @@ def _check_link(source: torch.device, target: torch.device) -> None:
         )
     warn(
         f"{problem}: copies from {source} to {target} go through host memory from now "
-        "on. They are slower, and exact. To find the reason, run: python -m "
+        "on. They are slower, and exact; to find the reason, run: python -m "
         "scatterpar doctor"
     )
 

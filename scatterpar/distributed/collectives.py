@@ -209,7 +209,7 @@ class Collectives:
             raise RankError(
                 f"rank {self.rank} of {self.size} waited {seconds:.1f} s for "
                 f"{subject}, and another rank was lost, or did not come within the "
-                f"process group's timeout{still}. The group cannot be used any more: "
+                f"process group's timeout{still}. The group cannot be used any more; "
                 "start all ranks again"
             ) from error
 

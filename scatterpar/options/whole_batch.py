@@ -472,19 +472,19 @@ class WholeBatch:
         hidden = [leaf for leaf in leaves_reached(loss, nodes) if id(leaf) not in known]
         if not self._foreign.isdisjoint(map(id, hidden)):
             raise TypeError(
-                "the loss gets tensors of the module past the outputs that are joined: "
-                "from an object that forward returns, or that a hook keeps; return "
-                "these tensors from forward, in a tuple, dict or dataclass"
+                "the loss uses tensors of the module that are not among its outputs: "
+                "they are in an object that forward returns, or a hook keeps them; "
+                "return these tensors from forward, in a tuple, dict or dataclass"
             )
         if self._ranks is None:
             return hidden
         for leaf in hidden:
             if isinstance(leaf, nn.Parameter):
                 raise ValueError(
-                    f"the criterion reaches a parameter of shape {tuple(leaf.shape)} "
-                    f"that a search for ranks does not find; bind its module with "
-                    f"functools.partial(criterion, net=net), or make it a part of an "
-                    f"nn.Module"
+                    f"the criterion uses a parameter of shape {tuple(leaf.shape)} that "
+                    f"the engine does not find, so that ranks cannot share its "
+                    f"gradient; bind its module with functools.partial(criterion, "
+                    f"net=net), or make the criterion an nn.Module that has it"
                 )
         return []  # the criterion itself made them, as for a gradient penalty
 

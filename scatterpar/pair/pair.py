@@ -469,11 +469,12 @@ class DataParallelCriterion(_OfPair[Criterion]):
                     f"{sizes[0]} entries along dim={self.dim}, but its share of the "
                     f"targets has {share.rows} rows; pass outputs and targets of one "
                     "batch. The model has to return one entry per row along that "
-                    "dimension: output.reshape(rows, k, …) where it has k, "
-                    "torch.stack([a, b], 1) in the place of torch.cat([a, b]), "
-                    "output.transpose(0, 1) where rows come second, which the "
-                    "criterion may undo. ScatterOnceParallel takes any output, because "
-                    "its criterion gets the output of a micro-batch as it is"
+                    "dimension. For k entries per row return output.reshape(rows, k, "
+                    "…). In the place of torch.cat([a, b]) return torch.stack([a, b], "
+                    "1). For rows in dimension 1 return output.transpose(0, 1), and "
+                    "transpose it back in the criterion. ScatterOnceParallel takes any "
+                    "output, because its criterion gets the output of a micro-batch as "
+                    "it is"
                 )
         return plan
 

@@ -214,8 +214,8 @@ def _warn_of_global(function: types.FunctionType, name: str) -> None:
     A copy of the function has the same globals as the original.
     """
     warn(
-        f"the function {function.__qualname__}, which the module holds, names {name!r} "
-        "of its file: replicas that call it use the user's own module there; define it "
-        f"inside a function, so that it closes over {name!r}, or bind {name!r} with "
-        "functools.partial"
+        f"the function {function.__qualname__}, which the module holds, uses the "
+        f"global variable {name!r}: replicas that call this function use your own "
+        "module there, and not their copies; define the function inside of another "
+        f"one, so that it closes over {name!r}, or bind {name!r} with functools.partial"
     )

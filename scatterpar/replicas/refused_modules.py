@@ -29,8 +29,8 @@ from scatterpar.devices.virtual_devices import physical
 from scatterpar.objects.quantised import is_composite, is_quantised, only_frozen
 
 SCRIPT = (
-    "a TorchScript module, whose tensors live in C++: pass the nn.Module that "
-    "torch.jit was given; a criterion that is a function may call a TorchScript module"
+    "a TorchScript module, whose tensors live in C++; pass the nn.Module that "
+    "torch.jit was given. A criterion that is a function may call a TorchScript module"
 )
 
 
@@ -58,7 +58,7 @@ def refuse_uncopied(subject: str, tensor: Tensor) -> None:
         plain = "its .to_dense()"
     if kind:
         raise TypeError(
-            f"{subject} a {kind} tensor, which replicas do not copy; keep as plain "
+            f"{subject} a {kind} tensor, which replicas do not copy; register as plain "
             f"buffers {plain}"
         )
 
@@ -108,7 +108,7 @@ def check_placement(
             _check_tensor(kind, role, name, tensor, device_ids)
         elif not lazy:
             raise RuntimeError(
-                f"{kind} has an uninitialised lazy {role}, {name!r}: call the module "
+                f"{kind} has an uninitialised lazy {role}, {name!r}; call the module "
                 "once on one micro-batch before the first step"
             )
 

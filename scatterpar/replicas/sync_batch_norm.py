@@ -210,9 +210,10 @@ class Meeting(Cancellation):
                 )
             if not self.changed.wait(MEETING_SECONDS):
                 raise TimeoutError(
-                    f"{missing} within {MEETING_SECONDS:g} s: it may wait for a "
-                    "lock that another replica holds, such as the lock of a criterion "
-                    f"that is a function; {_INSTEAD}"
+                    f"{missing} within {MEETING_SECONDS:g} s: this replica may wait "
+                    "for a lock that another one holds, such as the lock of a "
+                    "criterion that is a function; write such a criterion as an "
+                    f"nn.Module, of which each replica has a copy, or {_INSTEAD}"
                 )
         if exchange.result is None and self.is_set():
             raise Cancelled  # the last replica could not combine the contributions
@@ -341,7 +342,8 @@ class SynchronisedForward:
             # Of all replicas: a replica may well have one row.
             if moments.values == 1:
                 raise ValueError(
-                    "Expected more than 1 value per channel when training, got 1"
+                    "Expected more than 1 value per channel when training, got 1; pass "
+                    "more rows, or call eval() on this layer"
                 )
             if layer.track_running_stats:
                 recorded = moments_here if self._records_own else moments

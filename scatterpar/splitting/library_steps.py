@@ -90,13 +90,13 @@ def _makes_batches(trainer: Any) -> bool:
 def _use_made(trainer: Any, parts: Sequence[Any]) -> None:
     """Train on batches as they are: a trainer would make others for each split."""
     is_generated = hasattr(trainer, "_generate_and_score_completions")
-    names = _GENERATED if is_generated else ("input_ids", "labels")
+    keys = _GENERATED if is_generated else ("input_ids", "labels")
     for part in parts:
-        if not isinstance(part, Mapping) or not set(names) <= part.keys():
+        if not isinstance(part, Mapping) or not set(keys) <= part.keys():
             raise ValueError(
                 f"{type(trainer).__name__} makes its batches by itself, differently "
                 f"for each split; pass as batch what its _prepare_inputs returns, a "
-                f"dict with {', '.join(names)}"
+                f"dict with the keys {', '.join(keys)}"
             )
     trainer._prepare_inputs = lambda inputs: inputs
 

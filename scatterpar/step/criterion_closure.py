@@ -106,10 +106,10 @@ def not_replicated(
                 return _reached_by_an_object(path)
     name = name or f"a parameter of shape {tuple(leaf.shape)}"
     return ValueError(
-        f"a gradient arrives at {name}, which is no replica's: bind its network with "
-        "functools.partial(criterion, net=net), or make it a part of an nn.Module, "
-        "and replicas train it; if it is not to be trained, call "
-        "net.requires_grad_(False); a penalty on the trained weights is added to the "
+        f"a gradient arrives at {name}, of which replicas have no copy; to train this "
+        "parameter, bind its network with functools.partial(criterion, net=net), or "
+        "make the network a part of an nn.Module; otherwise call "
+        "net.requires_grad_(False). A penalty on the trained weights is added to the "
         "loss of the step, as (engine.loss(…) + penalty(model)).backward(). Nothing "
         "was changed"
     )
@@ -119,8 +119,8 @@ def _reached_by_an_object(path: str) -> ValueError:
     return ValueError(
         f"a gradient arrives at your module's own {path!r} in place of a replica's: "
         f"an object of a class that replicas share, or a global, refers to it; in "
-        f"forward, use the module's own attributes, or lists and dicts in them, which "
-        f"replicas have of their own. Nothing was changed"
+        f"forward, use the parameter through attributes of the module, and lists and "
+        f"dicts in these: each replica has copies of them. Nothing was changed"
     )
 
 

@@ -321,7 +321,7 @@ def _count(
     if shifted and labels.ndim < 2:
         raise ValueError(
             f"shifted=True needs labels with a dimension 1, got shape "
-            f"{tuple(labels.shape)}"
+            f"{tuple(labels.shape)}; pass labels of tokens, or leave shifted=True out"
         )
     if shifted:
         labels = labels[:, 1:]

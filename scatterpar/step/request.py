@@ -235,12 +235,12 @@ def checked(
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {call.scaler!r}")
     # ``count=`` may read targets that the module's own loss does not.
     if targets is not None and criterion is None and call.count is None:
-        raise ValueError("targets were given without a criterion: pass criterion=")
+        raise ValueError("targets were given without a criterion; pass criterion=")
     splits = read_attribute(criterion, "num_splits", 1)  # timm's JsdCrossEntropy has it
     if isinstance(splits, int) and splits > 1 and not call.whole_batch:
         raise ValueError(
-            f"{type(criterion).__name__} splits its rows into {splits} versions of the "
-            f"same images, which a micro-batch has not; pass whole_batch=True"
+            f"{type(criterion).__name__} expects {splits} versions of each image in a "
+            f"batch, and a micro-batch has some of them only; pass whole_batch=True"
         )
     batches = batches_of(call.inputs, targets, dim)
     # With whole_batch each share has a part of one loss.
@@ -295,9 +295,9 @@ def check_synchronised(module: nn.Module) -> None:
             continue
         if dist.get_world_size(part.process_group) > 1:
             raise ValueError(
-                f"{name!r} is an nn.SyncBatchNorm, whose processes exchange statistics "
-                "in every forward pass: replicas would do so in no order, and wait "
-                f"for ever; {_INSTEAD_OF_SYNC_BATCH_NORM}"
+                f"{name!r} is an nn.SyncBatchNorm with a process group of several "
+                "processes: replicas would exchange statistics with them in no order, "
+                f"and wait for ever; {_INSTEAD_OF_SYNC_BATCH_NORM}"
             )
 
 

@@ -29,7 +29,7 @@ from scatterpar.torch_private.autograd import saved_tensors
 RowAccess = tuple[str, str]  # who has written, and what
 _WRITES_ARE_LOST = (
     "The replicas get copies: your tensors keep their values, and the next step begins "
-    "with these. What is to stay, return from forward, and write it after the step "
+    "with these; return from forward what is to stay, and write it after the step "
     "(return_outputs=True). If nobody reads it again, nothing is lost."
 )
 
@@ -126,9 +126,11 @@ class RowWrites:
             self._known.read[written] = [weakref.ref(tensor) for tensor in tensors]
         for writer in sorted({writer for writer, _ in self._lost}):
             names = sorted(name for by, name in self._lost if by == writer)
-            new = [name for name in names if self._known.told.mark((writer, name))]
-            if new:
-                warn(f"{writer} writes {', '.join(new)} in place. {_WRITES_ARE_LOST}")
+            mark = self._known.told.mark
+            new_names = [name for name in names if mark((writer, name))]
+            if new_names:
+                places = ", ".join(new_names)
+                warn(f"{writer} writes {places} in place. {_WRITES_ARE_LOST}")
 
 
 def _memory_read_by(result: Any) -> set[int]:

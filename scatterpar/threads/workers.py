@@ -351,7 +351,8 @@ class Workers:
             if not self._lock.acquire(blocking=False):
                 raise RuntimeError(
                     f"{self._owner} is in the middle of a step: another cannot start "
-                    "from inside a criterion or a hook, nor from a second thread"
+                    "from inside a criterion or a hook, nor from a second thread; "
+                    "start it after this step"
                 )
             try:
                 # ``setdefault`` is atomic: of two threads, one gets the other's claim.

@@ -41,8 +41,9 @@ def state_is_moved(look_request: LookRequest, names: Sequence[str]) -> str:
         "on each replica separately. The next step begins with your module's values "
         "of attributes.",
         "Change it once per step, outside of forward, or keep it in a buffer and "
-        "train with one sub-step. If it is a criterion's: keep it in a buffer, and let "
-        "the criterion see all rows (whole_batch=True; with the pair: gather).",
+        "train with one sub-step. If the criterion changes the value, keep it in a "
+        "buffer of the criterion, and pass whole_batch=True (with the pair: gather the "
+        "outputs).",
         "docs/limits.md, State in modules.",
     )
 
@@ -63,19 +64,21 @@ def several_candidates_fit(
     loss: str, candidates: Sequence[LossCandidate], ways: LossWays
 ) -> str:
     """The rows leave these candidates, of which the first one is assumed."""
-    words = " or ".join(candidate.words for candidate in candidates)
+    mean_or_sum = " or ".join(candidate.words for candidate in candidates)
+    first_of_these = candidates[0].words
     return in_lines(
-        f"the rows of this step do not show whether {loss} is {words}.",
-        f"It is taken for {candidates[0].words} until rows show it. {ways.remedies}",
+        f"the rows of this step do not show whether {loss} is {mean_or_sum}.",
+        f"It is taken for {first_of_these} until rows show it. {ways.remedies}",
     )
 
 
 def another_candidate_fits(look_request: LookRequest, candidate: LossCandidate) -> str:
     """The rows show another candidate than the one that was assumed so far."""
-    assumed = look_request.candidates[0]
+    mean_or_sum = candidate.words
+    another = look_request.candidates[0].words
     return in_lines(
-        f"{look_request.loss} is {candidate.words}, as the rows of this step show.",
-        f"Earlier steps took it for {assumed.words}. {look_request.ways.remedies}",
+        f"{look_request.loss} is {mean_or_sum}, as the rows of this step show.",
+        f"Earlier steps took it for {another}. {look_request.ways.remedies}",
     )
 
 
@@ -92,11 +95,12 @@ def looks_are_inconclusive(
             "verify=False does not check.",
         )
     # A generator in user code is no question of count=.
-    ways = reason.remedy or look_request.ways.remedies or _WAYS
+    remedies = reason.remedy or look_request.ways.remedies or _WAYS
+    mean_or_sum = assumed.words
     return in_lines(
         f"could not check how {look_request.loss} combines the parts of a batch: "
         f"{reason.shown}.",
-        f"It is taken for {assumed.words}. {ways}",
+        f"It is taken for {mean_or_sum}. {remedies}",
     )
 
 

@@ -162,7 +162,7 @@ def error_of_replica(
         f"plain torch, but an error on a replica: {type(error).__name__}: {error}",
         "A replica is a copy of the module. Code that refers to your own module, such "
         "as a global variable or gradients by your own parameters, does not reach the "
-        f"copy. If it reads a value that forward sets on the module, {RETURN}.",
+        f"copy. If the loss reads a value that forward sets on the module, {RETURN}.",
         "No count=, reduction= or whole_batch= says that.",
     )
     return replace(verdict, error=error)
@@ -275,8 +275,9 @@ def _outputs_of_a_part(results: LookResults, _: Finding) -> Verdict:
     return _refused(
         f"{name_of_loss(results.request)}: with whole_batch=True the gradient would be "
         f"{_size_of(results.difference)}.",
-        "It reads what the last micro-batch left (a hook?), or an output that has as "
-        f"many entries as a micro-batch has rows; {RETURN}, with one entry per row.",
+        "The criterion reads what the last micro-batch left, such as a tensor that a "
+        "hook kept, or an output that has as many entries as a micro-batch has rows; "
+        f"{RETURN}, with one entry per row.",
         "No count= or reduction= says that.",
     )
 
@@ -405,8 +406,9 @@ def _unknown(results: LookResults, _: Finding) -> Verdict:
     if not results.request.is_mean:
         return _refused_combination(
             results,
-            "If it adds something that does not depend on the rows, such as a penalty "
-            "on weights, multiply that by len(output) / the number of all rows.",
+            "If the loss adds something that does not depend on the rows, such as a "
+            "penalty on weights, multiply that by len(output) / the number of all "
+            "rows.",
         )
     return _refused_combination(
         results,

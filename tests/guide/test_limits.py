@@ -14,7 +14,7 @@ PAGE = read("docs/limits.md")
 def is_in(phrase: str, text: str) -> bool:
     """Whether the words of a phrase are in the text, in their order."""
     start = 0
-    for part in phrase.split("…"):
+    for part in re.split("…|‹[^›]*›", phrase):
         position = text.find(part.strip(), start)
         if position < 0:
             return False
@@ -25,6 +25,18 @@ def is_in(phrase: str, text: str) -> bool:
 def test_page_of_errors_is_that_of_the_sources():
     is_current = read("docs/errors.md") == errors.page()
     assert is_current, "run: python -m tests.errors --write"
+
+
+def test_advice_is_whole():
+    lines = [line for line in read("docs/errors.md").splitlines() if line[:3] == "| `"]
+    assert len(lines) > 150
+    # Cut off: no word, a word that needs another one, or a single value.
+    is_cut = re.compile(
+        r"^$|[,:;]$|\b(or|and|with|instead|as)$|(?<!backward )pass$|^…|^‹[^›/]*›$"
+    )
+    for line in lines:
+        _, _, advice = line.removesuffix(" |").rpartition("` | ")
+        assert not is_cut.search(advice.strip()), line
 
 
 def test_error_of_the_readme_is_on_the_page():

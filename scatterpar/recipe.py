@@ -106,8 +106,8 @@ def _refuse_other_or_stepped(after: LRScheduler, optimizer: Optimizer) -> None:
     which = "this" if is_same else "another"
     raise ValueError(
         f"`after` belongs to {which} optimizer, and is at step {after.last_epoch}; "
-        "build `after` on the optimizer of the warm-up, right before the warm-up, and "
-        "do not step it"
+        "build it on the optimizer of the warm-up, right before the warm-up, and do "
+        "not step it"
     )
 
 
@@ -163,8 +163,8 @@ class _GradualWarmup(LRScheduler):
         if (after_state is None) != (self.after is None):
             saved = "without" if after_state is None else "with"
             raise ValueError(
-                f"the state is of a warm-up {saved} `after`, unlike this one; build "
-                f"this one as the saved one was"
+                f"the state is of a warm-up {saved} `after`, unlike this one; "
+                f"build it as the saved one was"
             )
         # torch's ``load_state_dict`` takes over every entry as an attribute.
         super().load_state_dict({**state_dict, "after": self.after})

@@ -254,7 +254,7 @@ def test_loss_of_versions_needs_whole_batch():
     silence.
     """
     with ScatterOnceParallel(linear(), 2, ["cpu:0", "cpu:1"]) as engine:
-        words = "Versions splits its rows into 3 versions.*pass whole_batch=True"
+        words = "Versions expects 3 versions of each image.*pass whole_batch=True"
         with pytest.raises(ValueError, match=words):
             engine.forward_backward(randn(24, FEATURES), randint(3, 24), Versions())
 

@@ -269,7 +269,7 @@ def test_lazy_modules_told_to_initialise(devices):
         module = nn.Sequential(
             nn.LazyLinear(6), nn.Tanh(), nn.LazyLinear(CLASSES)
         ).double()
-    words = r"uninitialised lazy parameter, '0.weight': call the module once"
+    words = r"uninitialised lazy parameter, '0.weight'; call the module once"
     with ScatterOnceParallel(module, 2, devices(2)) as engine:
         with pytest.raises(RuntimeError, match=words):
             engine.forward_backward(*BATCH, CRITERION)

@@ -527,10 +527,10 @@ class CallGradients:
     def _tell_of_parts(self) -> None:
         if self._told.mark("parts"):
             warn(
-                "hooks on parameters run more than once, with parts of the gradient: "
-                "those of parameters that reentrant checkpoints inside of the module "
-                "use, and of parameters that were used by backward passes inside of "
-                "no_sync() only; with checkpoint(…, use_reentrant=False) hooks run once"
+                "hooks on parameters run more than once, with parts of the gradient, "
+                "if reentrant checkpoints inside of the module use the parameter, or "
+                "if only backward passes inside of no_sync() have used it before; "
+                "with checkpoint(…, use_reentrant=False) hooks run once"
             )
 
     def _nothing(self) -> ByReplica:

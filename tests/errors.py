@@ -51,6 +51,7 @@ PLACEHOLDER = re.compile("‹[^›]*›")
 # Nouns of values that say nothing about them.
 EMPTY_NOUNS = {"text", "value", "first", "word", "words"}
 NOUNS = {"k": "k", "why": "reason", "shown": "reason", "stride": "strides"}
+LETTERS_OF_A_SENTENCE = 40
 MAX_CASES = 5  # texts of a remedy that are shown
 NOTHING_TO_DO = "nothing to do"
 
@@ -253,10 +254,14 @@ def cases_of(node: ast.expr, scope: ast.AST, depth: int) -> list[str]:
         if " / " in text:  # cases of a case
             return []
         cases.append(text)
-    # A text may be the beginning of another one, which says all.
+    # A sentence may be the beginning of another one, which says all.
     texts = list(dict.fromkeys(cases))
-    short = {a for a in texts for b in texts if a and a != b and b.startswith(a)}
-    return [text for text in texts if text not in short]
+    longest = max(texts, key=len, default="")
+    for text in texts[:]:
+        is_sentence = len(text) >= LETTERS_OF_A_SENTENCE and text != longest
+        if is_sentence and longest.startswith(text):
+            texts.remove(text)
+    return texts
 
 
 def shown_of(

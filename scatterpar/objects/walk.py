@@ -495,6 +495,10 @@ def _descriptors_of(kind: type) -> list[Any]:
     """The descriptors of slots in a class and its bases."""
     slots: list[Any] = []
     for base in kind.__mro__:
+        # Members of a class in C may be read-only, and numbers that are new objects in
+        # each read, as ``complex.real`` and a pattern's flags.
+        if "__slots__" not in vars(base):
+            continue
         for name, slot in vars(base).items():
             # Python's own members, such as a partial's, have no values of the user.
             is_slot = isinstance(slot, types.MemberDescriptorType)

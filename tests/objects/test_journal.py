@@ -562,6 +562,10 @@ class Stubborn:
         raise RuntimeError(name)
 
 
+class Gain(complex):
+    """Members of its base in C are read-only, and each read makes a new number."""
+
+
 def two_lengths(layout):
     return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
 
@@ -570,6 +574,7 @@ def two_lengths(layout):
 UNUSUAL = {
     "attributes of a dict": lambda: AttributeDict(scale=2),
     "no attributes": Stubborn,
+    "members of a class in C": lambda: Gain(1, 2),
     "nested tensor": lambda: two_lengths(torch.strided),
     "jagged tensor": lambda: two_lengths(torch.jagged),
     "tensor of oneDNN": lambda: torch.ones(3, 3).to_mkldnn(),

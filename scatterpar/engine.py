@@ -224,16 +224,16 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         check_synchronised(self.module)
         device_ids = accelerators_of_rank(process_group, device_ids)
         self._options = EngineOptions(
-            resolve(device_ids),
-            accum,
-            micro_batch_size,
-            dim,
-            buffers,
-            check_finite,
-            shares,
-            accumulate_dtype,
-            verify,
-            graphs,
+            device_ids=resolve(device_ids),
+            accum=accum,
+            micro_batch_size=micro_batch_size,
+            dim=dim,
+            buffers=buffers,
+            check_finite=check_finite,
+            shares=shares,
+            accumulate_dtype=accumulate_dtype,
+            verify=verify,
+            graphs=graphs,
         )
         check_placement(self.module, self.device_ids, lazy=True)
         # ``None`` before the first step. For type checkers it is always a report, as
@@ -267,7 +267,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
     if (
         not TYPE_CHECKING
     ):  # for type checkers these are methods of nn.Module, or nothing
-        process_group = fixed("process_group")  # no attribute either
+        # Reading raises ``AttributeError``, as ``EngineOptions`` has no such field.
+        process_group = fixed("process_group")
         # An assignment would hide these methods.
         buffers = fixed("buffers", nn.Module.buffers.__get__)
         compile = fixed("compile", nn.Module.compile.__get__)
@@ -715,7 +716,11 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         with one warning.
         """
         options = CallOptions(
-            self.dim, self.shares, self.verify, self.check_finite, self.verify
+            dim=self.dim,
+            shares=self.shares,
+            verify=self.verify,
+            check_finite=self.check_finite,
+            tells_state=self.verify,
         )
         output = self._calls.call(part, (args, kwargs), options)
         if self._calls.last_report is not None:

@@ -123,6 +123,9 @@ def term_counts(
 
     ``spans`` are those of ``pieces`` in the rows of the batch. It is the number of rows
     unless ``count=`` or the criterion, from its targets, says otherwise.
+
+    In a look the batches of ``request`` have no targets: whatever is counted must be
+    countable in ``pieces`` alone.
     """
     criterion = request.criterion
     dim = request.dim

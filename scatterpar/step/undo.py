@@ -20,8 +20,11 @@ from scatterpar.threads.generators import Generators
 class Undo(contextlib.AbstractContextManager["Undo"]):
     """The state before a step of all that user code and the commit may write.
 
-    Parameters are not saved: nothing writes them before all replicas have succeeded,
-    and a forward pass that does is refused (``replicas/parameter_guard.py``).
+    Not here: parameters, because nothing writes them before all replicas have
+    succeeded, and a forward pass that does is refused
+    (``replicas/parameter_guard.py``); ``.grad`` during the sub-steps
+    (``set_aside`` in ``step/substeps.py``); buffers that the commit writes
+    (``BufferWriter`` in ``replicas/buffers.py``).
 
     As a context manager, which may be entered again, it calls ``restore`` if the body
     raises::

@@ -177,6 +177,7 @@ QUESTIONS: Mapping[CauseKind, Question] = {
     CauseKind.ROUNDING: is_rounding,
     CauseKind.WRONG_WITH_ONE_PART: is_wrong_with_one_part,
     CauseKind.NUMBERS_PER_PART: draws_per_part,
+    # Any other weights: the finding says whether they are a constant factor.
     CauseKind.CONSTANT_FACTOR: has_other_weights,
     CauseKind.STATE_BETWEEN_PARTS: depends_on_earlier_parts,
     CauseKind.ROWS_ARE_COMPARED: do_rows_meet,

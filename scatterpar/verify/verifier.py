@@ -6,6 +6,9 @@
     look_at         a step, or a call       state is as before, whatever becomes of it
     _decide                                 refuse, agree, or assume: the one place
 
+``_judged`` in ``look.py`` finds whether the results of a look differ. ``_decide`` says
+what becomes of the step.
+
 The only error of a look is its ``ValueError``. If looks stay inconclusive, one warning
 says so.
 """

@@ -22,7 +22,7 @@ ROOT = HERE.parent
 MODELS = {"cnn": "small CNN", "mlp": "MLP", "resnet20": "ResNet-20"}
 PEERS = {
     "the plain loop with the same micro-batches": ["plain loop, 32 sub-steps"],
-    "a plain loop with 16 micro-batches of 256 rows (scatterpar's have 128 rows on each of two replicas). On a CPU `nn.DataParallel` only calls the module, and is such a loop, too": [
+    "a plain loop with 16 micro-batches of 256 rows, or `nn.DataParallel` in such a loop (on a CPU it only calls the module)": [
         "nn.DataParallel x 16"
     ],
     "DDP with `no_sync`, or accelerate, whichever was faster, in two processes": [

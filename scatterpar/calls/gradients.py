@@ -39,7 +39,7 @@ from torch.utils.hooks import RemovableHandle
 
 from scatterpar.calls.streams_of_calls import StreamsOfCalls
 from scatterpar.devices import coalescing
-from scatterpar.devices.coalescing import iter_copies
+from scatterpar.devices.coalescing import iter_copies, tree_pairs
 from scatterpar.devices.copies import to_numbers
 from scatterpar.devices.transfers import Transfers
 from scatterpar.devices.write_counters import version
@@ -73,14 +73,14 @@ class _Pass:
         is_selected: whether it computes the gradients of selected tensors, as
             ``autograd.grad`` does.
         arrived: gradients that wait when it has ended.
-        is_checked: true once it has looked for what the user has dropped, at its first
-            bucket.
+        taken: gradients that have waited, and are parts of sums that autograd has not
+            accumulated yet: they wait again if the pass fails.
     """
 
     is_synced: bool
     is_selected: bool
     arrived: ByReplica
-    is_checked: bool = False
+    taken: ByReplica
 
 
 @dataclass
@@ -216,11 +216,17 @@ class CallGradients:
         if task in self._passes:
             return
         is_selected = not executes(self.backward_probe)
-        of_pass = _Pass(self.is_synced, is_selected, self._nothing())
+        of_pass = _Pass(
+            self.is_synced, is_selected, self._nothing(), taken=self._nothing()
+        )
         # Outputs of the pair are reached in a thread per device.
         if self._passes.setdefault(task, of_pass) is not of_pass:
             return
         at_end_of_pass(partial(self._end_pass, task))
+        if not is_selected:
+            # Before autograd accumulates: later nobody sees what the user has dropped.
+            with self.streams.used_by_node():
+                self.forget_dropped()
         # A checkpoint inside of the module calls parts again, and torch calls them as
         # they are now, such as with adapters switched on again.
         replica_set = None if self._replica_set is None else self._replica_set()
@@ -255,28 +261,33 @@ class CallGradients:
         if not self._passes:  # it has reached the graph past all outputs
             self.begin_pass()
         of_pass = self._passes.get(task)
+        if of_pass is not None and of_pass.is_selected:
+            if not of_pass.is_synced:
+                raise RuntimeError(_PARTLY_SELECTED)
+            return self._sums(bucket, arrived)
+        # The graph of a tensor that the user has computed may be gone in a later pass.
+        if not bucket.tensors[0].is_leaf:
+            return self._sums(bucket, arrived)
         if of_pass is None:  # of a checkpoint inside of a replica
             *_, around = self._passes.values()
             self._keep(around.arrived, arrived, bucket.tensors)
             return self._nothing_yet(bucket, gradients)
-        if of_pass.is_selected:
-            if not of_pass.is_synced:
-                raise RuntimeError(_PARTLY_SELECTED)
-            return self._sums(bucket, arrived)
-        if not of_pass.is_checked:
-            of_pass.is_checked = True
-            self.forget_dropped()
         if not of_pass.is_synced:
             self._keep(of_pass.arrived, arrived, bucket.tensors)
             return self._nothing_yet(bucket, gradients)
-        for waiting, of_replica in zip(self._waiting, arrived, strict=True):
+        for waiting, taken, of_replica in zip(
+            self._waiting, of_pass.taken, arrived, strict=True
+        ):
             for tensor in bucket.tensors:
                 # One that was frozen after the call keeps what it has got before.
                 if not tensor.requires_grad:
                     continue
-                earlier = waiting.pop(id(tensor), None)
+                key = id(tensor)
+                earlier = waiting.pop(key, None)
                 if earlier is not None:
-                    _plus_in(of_replica, id(tensor), earlier)
+                    _plus_in(of_replica, key, earlier)
+                    if key in self._hooks:  # ``_note`` drops it again
+                        taken[key] = earlier
         return self._sums(bucket, arrived)
 
     def _nothing_yet(
@@ -308,9 +319,8 @@ class CallGradients:
         for block in self.blocks:
             parts = [by_replica[replica - 1] for replica in block]
             devices = [self._devices[replica] for replica in block]
-            if len(block) > 1 and not is_recorded:
-                # Autograd's tensors may be somebody else's, too.
-                parts[0] = {k: g.clone() for k, g in parts[0].items()}
+            if not is_recorded:
+                parts = _overwritable(parts, devices)
             total = sum_in_order(
                 parts, devices, self.transfers, in_place=not is_recorded
             )
@@ -339,11 +349,20 @@ class CallGradients:
         # Of checkpoints inside of replicas, and of parameters that only earlier passes
         # have used.
         self.add_waiting()
+        self._release(())
 
     def end_failed_passes(self) -> None:
-        """Forget passes that have raised, with what has arrived in them."""
-        if self._passes and current_graph_task() == -1:
-            self._passes.clear()
+        """Forget passes that have raised, with what has arrived in them.
+
+        What has waited before, and autograd has not accumulated, waits again.
+        """
+        if not self._passes or current_graph_task() != -1:
+            return
+        for of_pass in self._passes.values():
+            for waiting, taken in zip(self._waiting, of_pass.taken, strict=True):
+                for key, gradient in taken.items():
+                    _plus_in(waiting, key, gradient)
+        self._passes.clear()
 
     # --- gradients that wait ---
 
@@ -378,9 +397,8 @@ class CallGradients:
             parts.append({key: waiting.pop(key) for key in keys & waiting.keys()})
         with torch.no_grad():
             # The first one is of replica 0, whose gradients are there already.
-            sums = sum_in_order(
-                [{}, *parts], self._devices, self.transfers, in_place=True
-            )
+            parts = _overwritable([{}, *parts], self._devices)
+            sums = sum_in_order(parts, self._devices, self.transfers, in_place=True)
         pairs = [(self._tensors[key], gradient) for key, gradient in sums.items()]
         self._release(keys)
         self.were_added = True
@@ -496,6 +514,9 @@ class CallGradients:
 
     def _note(self, tensor: Tensor) -> None:
         """Autograd has accumulated a gradient, such as a penalty's; others wait."""
+        for of_pass in list(self._passes.values()):
+            for taken in of_pass.taken:
+                taken.pop(id(tensor), None)
         mark = self._marks.get(id(tensor))
         if mark is None or mark.gradient is None or tensor.grad is None:
             return
@@ -509,7 +530,7 @@ class CallGradients:
         """Forget these tensors, for which nothing waits any more."""
         for key in keys:
             self._marks.pop(key, None)
-        if self.is_waiting:
+        if self.is_waiting or self._passes:
             return
         self._marks.clear()
         self._tensors.clear()
@@ -617,6 +638,26 @@ def _buckets(slots: Sequence[Slot], alone: frozenset[int]) -> list[list[int]]:
         buckets[-1].append(slot.number)
         free_bytes -= slot.tensor.nbytes
     return buckets
+
+
+def _overwritable(parts: ByReplica, devices: Sequence[torch.device]) -> ByReplica:
+    """Clone the gradients that a sum in the tree's order may overwrite.
+
+    Autograd's tensors may be somebody else's, too: ``a + b`` gives both parameters one
+    gradient. What comes from another device is a copy already.
+    """
+    pairs = tree_pairs(len(parts))
+    targets = {target for target, _ in pairs}
+    # One that its target lacks takes its place.
+    targets |= {
+        source for target, source in pairs if devices[target] == devices[source]
+    }
+    return [
+        {key: gradient.clone() for key, gradient in of_replica.items()}
+        if replica in targets
+        else of_replica
+        for replica, of_replica in enumerate(parts)
+    ]
 
 
 def _plus_in(total: dict[int, Tensor], key: int, gradient: Tensor) -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from faults.processes import run_forked
 from harness.oracle import assert_gradients, build, gradients, randint, randn
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from scatterpar import ScatterOnceParallel
 
@@ -317,6 +318,7 @@ def test_graphs_kept_from_steps_do_not_end_the_process():
 KEPT_GRAPHS = """
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from scatterpar import DataParallelModel, ScatterOnceParallel
 
 ROWS, LABELS = torch.randn(13, 5).double(), torch.randint(4, (13,))
@@ -463,3 +465,180 @@ def test_dtypes_of_sums(ids, accumulate_dtype, grad_dtype, expected):
                 engine(rows).float().sum().backward()
     assert net.weight.grad.dtype == (grad_dtype or torch.bfloat16)
     assert net.weight.grad == expected
+
+
+# --- gradients that are somebody else's tensors, too ---
+
+SUM_LAYOUTS = [
+    ["cpu"] * 2,
+    ["cpu"] * 3,
+    ["cpu"] * 8,
+    ["cpu:0", "cpu:1", "cpu:2", "cpu:3"],
+    ["cpu:0", "cpu:1"] * 4,
+]
+
+
+class Shifts(nn.Module):
+    """Autograd gives two parameters one gradient, or one that is expanded."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.first = nn.Parameter(randn(3))
+        self.second = nn.Parameter(randn(3))
+
+    def forward(self, rows):
+        match self.kind:
+            case "added":
+                return rows * (self.first + self.second)
+            case "expanded":
+                return rows + self.first.sum() - self.second.sum()
+            case "one per row":  # the gradient is a part of the user's own
+                return rows + self.first + self.second
+            case "unused by some":
+                used = self.first if rows[0, 0] < 8 else self.second
+                return rows * (used + self.second)
+
+
+def passes(call, module, how):
+    """Three backward passes of a window, then what the window ends with."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    rows = torch.arange(48.0, dtype=torch.float64).view(16, 3)
+    own = torch.ones(16, 3, dtype=torch.float64)
+    no_sync = getattr(call, "no_sync", contextlib.nullcontext)
+    for number in range(3):
+        is_last = number == 2 and how != "step"
+        with contextlib.nullcontext() if is_last or how == "synced" else no_sync():
+            call(rows + number).backward(own)
+    assert bool((own == 1).all())
+    optimizer.step()  # adds what waits
+    return gradients(module)
+
+
+@pytest.mark.filterwarnings("ignore:an optimizer steps while gradients wait")
+@pytest.mark.parametrize("how", ["synced", "window", "step"])
+@pytest.mark.parametrize("kind", ["added", "expanded", "one per row", "unused by some"])
+@pytest.mark.parametrize("ids", SUM_LAYOUTS, ids="+".join)
+def test_gradient_that_two_parameters_have_is_added_once(ids, kind, how):
+    """``a + b`` gives both parameters one tensor: added in place, it was twice in
+    sums of replicas 6 and 7.
+    """
+    net, plain = Shifts(kind), Shifts(kind)
+    with ScatterOnceParallel(net, device_ids=ids, verify=False) as engine:
+        found = passes(engine, net, how)
+    for part in range(3):
+        rows = torch.arange(48.0, dtype=torch.float64).view(16, 3) + part
+        shares = rows.split(engine_rows(ids))
+        for share in shares:
+            plain(share).backward(torch.ones_like(share))
+    torch.testing.assert_close(found, gradients(plain))
+
+
+def engine_rows(ids):
+    """The number of rows of each replica's share of 16 rows."""
+    shares, more = divmod(16, len(ids))
+    return [shares + (number < more) for number in range(len(ids))]
+
+
+@pytest.mark.parametrize("is_synced", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_dropped_gradients_stay_dropped_if_replicas_have_no_rows(
+    pair, set_to_none, is_synced
+):
+    """A batch of one row reaches replica 0 alone: the pass met no gradient of the
+    others, and did not look for what was dropped.
+    """
+    engine, net, plain = pair
+    with engine.no_sync():
+        loss_of(engine).backward()
+    output = engine(ROWS[:1])
+    net.zero_grad(set_to_none=set_to_none)
+    with contextlib.nullcontext() if is_synced else engine.no_sync():
+        output.sum().backward()
+    loss_of(engine).backward()
+    plain(ROWS[:1]).sum().backward()
+    loss_of(plain).backward()
+    torch.testing.assert_close(gradients(net), gradients(plain))
+
+
+@pytest.mark.parametrize("where", ["hook", "hook after accumulation", "output"])
+@pytest.mark.parametrize("ids", SUM_LAYOUTS, ids="+".join)
+def test_failed_pass_loses_nothing_that_waits(ids, where):
+    """A pass that fails outside of ``no_sync`` had taken what waits."""
+
+    def fail(*_):
+        raise RuntimeError("of the user")
+
+    found = []
+    for is_plain in (False, True):
+        net = build(lambda: nn.Linear(3, 1, bias=False))
+        rows = randn(16, 3)
+        with ScatterOnceParallel(net, device_ids=ids, verify=False) as engine:
+            call = net if is_plain else engine
+            with contextlib.nullcontext() if is_plain else engine.no_sync():
+                call(rows).sum().backward()
+            output = call(rows)
+            match where:
+                case "hook":
+                    handle = net.weight.register_hook(fail)
+                case "hook after accumulation":
+                    handle = net.weight.register_post_accumulate_grad_hook(fail)
+                case "output":
+                    handle = output.register_hook(fail)
+            with pytest.raises(RuntimeError, match="of the user"):
+                output.sum().backward()
+            handle.remove()
+            call(rows).sum().backward()
+        found.append(gradients(net))
+    torch.testing.assert_close(*found)
+
+
+class RowOfWeight(nn.Module):
+    """Computes with a tensor that the loop has computed from a parameter."""
+
+    def __init__(self, reenters):
+        super().__init__()
+        self.weight = nn.Parameter(randn(2, 3))
+        self.reenters = reenters
+
+    def forward(self, rows):
+        if not self.reenters:
+            return rows.tanh() * self.row
+        return checkpoint(lambda r: r.tanh() * self.row, rows, use_reentrant=True)
+
+
+@pytest.mark.parametrize("reenters", [False, True])
+@pytest.mark.parametrize("ids", SUM_LAYOUTS, ids="+".join)
+def test_gradient_of_computed_attribute_does_not_wait(ids, reenters):
+    """The attribute of the next pass is another tensor: what waited was lost."""
+    found = []
+    for is_plain in (False, True):
+        net = RowOfWeight(reenters)
+        rows = randn(16, 3).requires_grad_()
+        with ScatterOnceParallel(net, device_ids=ids, verify=False) as engine:
+            call = net if is_plain else engine
+            for number in range(3):
+                row = net.weight[number % 2]
+                # A reentrant pass per replica: with saved tensors torch would raise.
+                net.row = row.neg() if reenters else row.square()
+                is_apart = is_plain or number == 2
+                with contextlib.nullcontext() if is_apart else engine.no_sync():
+                    call(rows).sum().backward()
+        found.append(gradients(net))
+    torch.testing.assert_close(*found)
+
+
+def test_window_that_has_ended_leaves_no_hook(pair):
+    """A later window took a clipped gradient for one that was changed while others
+    wait.
+    """
+    engine, net, _ = pair
+    with engine.no_sync():
+        loss_of(engine).backward()
+    loss_of(engine).backward()
+    assert not net[0].weight._post_accumulate_grad_hooks
+    net[0].requires_grad_(False)
+    net[0].weight.grad.mul_(0.5)  # clipped, and kept
+    with engine.no_sync():
+        loss_of(engine).backward()
+    loss_of(engine).backward()

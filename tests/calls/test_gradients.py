@@ -475,6 +475,7 @@ SUM_LAYOUTS = [
     ["cpu"] * 8,
     ["cpu:0", "cpu:1", "cpu:2", "cpu:3"],
     ["cpu:0", "cpu:1"] * 4,
+    [f"cpu:{number}" for number in range(8)],
 ]
 
 
@@ -521,7 +522,7 @@ def passes(call, module, how):
 @pytest.mark.parametrize("ids", SUM_LAYOUTS, ids="+".join)
 def test_gradient_that_two_parameters_have_is_added_once(ids, kind, how):
     """``a + b`` gives both parameters one tensor: added in place, it was twice in
-    sums of replicas 6 and 7.
+    sums of four replicas.
     """
     net, plain = Shifts(kind), Shifts(kind)
     with ScatterOnceParallel(net, device_ids=ids, verify=False) as engine:

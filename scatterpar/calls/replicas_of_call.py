@@ -4,10 +4,10 @@ Parameters are sent when they have changed::
 
     a call              versions and storages are compared
     the first call      values, too: a write through ``.data`` raises no version
-    after gradients
-    were added, or of
-    another mode, or
-    after a failed one
+    after a backward
+    pass, or of another
+    mode, or after a
+    failed one
 """
 
 from __future__ import annotations

@@ -351,3 +351,55 @@ def test_forward_writes_of_replicas_are_undone(layout):
             plain = copy.deepcopy(net)
             plain.listed = held
             assert_close(output, plain(FOUR).detach(), "output")
+
+
+# --- what looks up to date, and is not ---
+
+
+@pytest.fixture(params=[["cpu"] * 2, ["cpu:0", "cpu:1"]], ids="+".join)
+def two(request):
+    return request.param
+
+
+# --- backward passes that add no gradient to a parameter ---
+
+
+def of_weight(engine, net):
+    torch.autograd.grad(engine(ROWS).sum(), net[0].weight)
+
+
+def of_rows(engine, net):
+    rows = ROWS.clone().requires_grad_()
+    engine(rows).sum().backward(inputs=[rows])
+
+
+def of_selected_weight(engine, net):
+    engine(ROWS).sum().backward(inputs=[net[0].weight])
+
+
+def in_no_sync(engine, net):
+    with engine.no_sync():
+        engine(ROWS).sum().backward()
+
+
+def that_fails(engine, net):
+    def fail(gradient):
+        raise LookupError("mine")
+
+    hook = net[0].weight.register_hook(fail)
+    with pytest.raises(LookupError, match="mine"):
+        engine(ROWS).sum().backward()
+    hook.remove()
+
+
+PASSES = [of_weight, of_rows, of_selected_weight, in_no_sync, that_fails]
+
+
+@pytest.mark.parametrize("run_pass", PASSES)
+def test_write_after_any_backward_pass_is_seen(two, run_pass):
+    net = build(mlp)
+    with ScatterOnceParallel(net, device_ids=two, verify=False) as engine:
+        for _ in range(3):
+            run_pass(engine, net)
+            net[0].weight.data.mul_(2)
+            assert_close(engine(ROWS).detach(), net(ROWS).detach(), "output")

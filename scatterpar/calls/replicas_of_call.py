@@ -82,6 +82,9 @@ class ReplicasOfCall:
         self._find_boxes()
         replica_set = self.replica_set
         is_recorded = torch.is_grad_enabled()
+        seen_before = self._seen
+        # If this fails, such as a copy, the next call reads all values.
+        self._seen = (-1, -1)
         # Tensors that are made in inference mode could not be trained later.
         with torch.inference_mode(False), torch.no_grad():
             places = replica_set.broadcast.places
@@ -95,14 +98,13 @@ class ReplicasOfCall:
             is_read_again = self.gradients.were_added or is_other_mode
             # ``.data = values`` raises no version, either.
             is_read_again |= not are_in_place
-            reads_values = seen != self._seen or is_read_again
+            reads_values = seen != seen_before or is_read_again
             # Before values are read: a write meanwhile is seen by the next call.
             present = versions(replica_set.tensors)
             changed: Set[int] = frozenset()
             broadcast = replica_set.broadcast
             if reads_values:
                 broadcast.send_changed(transfers, broadcast.compare())
-                # If a copy has failed, the next call reads all values again.
                 self.gradients.were_added = False
             else:
                 if present != self._versions or self._unseen:

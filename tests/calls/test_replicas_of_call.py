@@ -1,5 +1,6 @@
 """Replicas follow the module in every call; parameters are sent when they change."""
 
+import contextlib
 import copy
 
 import pytest
@@ -9,6 +10,8 @@ from torch import nn
 
 from calls.programs import mlp
 from scatterpar import ScatterOnceParallel
+from scatterpar.devices.transfers import Transfers
+from scatterpar.replicas.replicas import Replica
 
 ROWS = randn(7, 6)
 LAYOUTS = [["cpu"] * 2, ["cpu:0", "cpu:1", "cpu:0"]]
@@ -403,3 +406,43 @@ def test_write_after_any_backward_pass_is_seen(two, run_pass):
             run_pass(engine, net)
             net[0].weight.data.mul_(2)
             assert_close(engine(ROWS).detach(), net(ROWS).detach(), "output")
+
+
+# --- a copy that fails ---
+
+
+def in_another_mode(net):
+    net[0].weight.data.mul_(2)
+    net.eval()
+
+
+def exchanged(net):
+    net[0].weight.data = 2 * net[0].weight.data
+
+
+def after_a_count(net):
+    with torch.no_grad():
+        net[0].weight.mul_(2)
+
+
+@pytest.mark.parametrize("change", [in_another_mode, exchanged, after_a_count])
+@pytest.mark.parametrize(
+    "place",
+    [(Transfers, "copy_into"), (Transfers, "copy"), (Replica, "reset_written")],
+    ids=["one", "many", "buffers"],
+)
+def test_values_reach_call_after_failed_one(two, change, place, monkeypatch):
+    def fail(*args, **kwargs):
+        raise LookupError("mine")
+
+    net = build(mlp)
+    owner, method = place
+    with ScatterOnceParallel(net, device_ids=two, verify=False) as engine:
+        engine(ROWS)
+        change(net)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, method, fail)
+            # Of the cases some copy nothing in this way.
+            with contextlib.suppress(LookupError):
+                engine(ROWS)
+        assert_close(engine(ROWS).detach(), net(ROWS).detach(), "output")

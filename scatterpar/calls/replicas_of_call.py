@@ -115,7 +115,10 @@ class ReplicasOfCall:
             for number, replica in enumerate(replica_set.replicas):
                 # Calls of the first one are those of the user's module.
                 replica.reset_written(
-                    changed, reads_values=reads_values, was_called=number > 0
+                    changed,
+                    uncounted=self._unseen,
+                    reads_values=reads_values,
+                    was_called=number > 0,
                 )
             self._versions = present
             self._seen = seen

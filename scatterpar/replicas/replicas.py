@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from scatterpar.devices.bits import same_bits
 from scatterpar.devices.coalescing import copy_each, messages, to_host
 from scatterpar.devices.streams import is_async
 from scatterpar.devices.transfers import Transfers
@@ -603,6 +604,7 @@ class Replica(ModuleCopy):
         self.device = device
         storages = replica_set.broadcast.storages(device)
         sources = replica_set.broadcast.at(device)
+        self._all_sources = sources
         # With the version counters of the storages: a backward pass raises if another
         # replica's call has written what it needs.
         aliases = list(map(Tensor.detach, storages))
@@ -689,14 +691,21 @@ class Replica(ModuleCopy):
         self.state.restore()
 
     def reset_written(
-        self, changed: Set[int], *, reads_values: bool, was_called: bool
+        self,
+        changed: Set[int],
+        *,
+        uncounted: Set[int],
+        reads_values: bool,
+        was_called: bool,
     ) -> None:
         """Undo what a forward pass rebound, if it ``was_called``, and copy the sources
         of buffers.
 
         Copied are those of ``changed``, by number, and those that the replica has
         written; with ``reads_values`` all, as by ``reset``. A graph that has saved a
-        buffer stays valid.
+        buffer stays valid, except for values that the replica itself has written and
+        that are overwritten here: then torch refuses its backward pass. Those of
+        ``uncounted`` are running statistics, whose writes torch does not count, either.
         """
         is_same = not was_called or self.state.unchanged()
         # Nothing is written where a replica reads, unless something has changed.
@@ -711,10 +720,12 @@ class Replica(ModuleCopy):
         present = versions(own)
         if present == self._own_versions and not is_due:
             return
-        written = set(changed)
         pairs = zip(self._own, present, self._own_versions, strict=True)
-        written.update(number for number, now, at_reset in pairs if now != at_reset)
-        with version_counters_kept(own):
+        own_writes = {number for number, now, at_reset in pairs if now != at_reset}
+        written = own_writes.union(changed)
+        counted = set(filter(self._may_differ, own_writes - uncounted))
+        kept = [self.tensors[number] for number in self._own if number not in counted]
+        with version_counters_kept(kept):
             if reads_values:
                 copy_each(self._private, self._sources, self._messages)
             else:
@@ -724,7 +735,14 @@ class Replica(ModuleCopy):
             for number, large in zip(self._large_numbers, self.large, strict=True):
                 if number in written or (reads_values and large.find_difference()):
                     large.copy_source()
-        self._own_versions = present
+        self._own_versions = versions(own)
+
+    def _may_differ(self, number: int) -> bool:
+        """Whether the host does not know that a buffer has its source's values."""
+        # On an accelerator the host would wait for the answer.
+        if is_async(self.device):
+            return True
+        return not same_bits(self.tensors[number], self._all_sources[number])
 
     def own_tensors(self) -> dict[int, Tensor]:
         """The tensors that no other replica reads, such as buffers, by number."""

@@ -446,3 +446,88 @@ def test_values_reach_call_after_failed_one(two, change, place, monkeypatch):
             with contextlib.suppress(LookupError):
                 engine(ROWS)
         assert_close(engine(ROWS).detach(), net(ROWS).detach(), "output")
+
+
+# --- a buffer that an earlier graph has saved ---
+
+
+class Scales(nn.Module):
+    """Writes a buffer with its rows, if it ``writes``, and multiplies by it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.register_buffer("scale", torch.ones(()))
+        self.writes = True
+
+    def forward(self, rows):
+        if self.writes:
+            self.scale.copy_(rows.detach().abs().mean())
+        return self.weight * self.scale * rows
+
+
+def without_writing(engine, net):
+    net.writes = False
+    engine(ROWS)
+
+
+def in_eval_mode(engine, net):
+    net.writes = False
+    net.eval()
+    engine(ROWS)
+
+
+def after_the_users_write(engine, net):
+    net.writes = False
+    net.scale.fill_(3)
+    engine(ROWS)
+
+
+def writing_again(engine, net):
+    engine(ROWS + 1)
+
+
+CALLS = [without_writing, in_eval_mode, after_the_users_write, writing_again]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_graph_of_overwritten_buffer_is_refused(two, call):
+    """As torch refuses it on one device, if the module has written the buffer there."""
+    net = build(Scales)
+    with ScatterOnceParallel(net, device_ids=two, verify=False) as engine:
+        output = engine(ROWS)
+        call(engine, net)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+@pytest.mark.parametrize("call", [without_writing, in_eval_mode])
+def test_graph_of_unchanged_buffer_stays_valid(two, call):
+    net = build(Scales)
+    net.writes = False
+    with ScatterOnceParallel(net, device_ids=two, verify=False) as engine:
+        engine(ROWS).sum().backward()
+        expected, net.weight.grad = net.weight.grad, None
+        output = engine(ROWS)
+        call(engine, net)
+        output.sum().backward()
+        assert_close(net.weight.grad, expected, "gradient")
+
+
+class Counts(Scales):
+    """All replicas write the same values."""
+
+    def forward(self, rows):
+        if self.writes:
+            self.scale.add_(1)
+        return self.weight * self.scale * rows
+
+
+@pytest.mark.parametrize("call", [without_writing, in_eval_mode])
+def test_graph_of_equally_written_buffer_is_valid(two, call):
+    net = build(Counts)
+    with ScatterOnceParallel(net, device_ids=two, verify=False) as engine:
+        output = engine(ROWS)
+        call(engine, net)
+        output.sum().backward()
+        assert_close(net.weight.grad, 2 * ROWS.sum(0), "gradient")

@@ -117,8 +117,8 @@ class CallGradients:
             backward pass finds which of both it is.
         is_synced: whether backward passes add gradients to the user's parameters:
             false in the body of ``no_sync``.
-        were_added: true from an addition, or the begin of a backward pass, until a call
-            has read the parameters again.
+        were_added: true from an addition, or the begin of a backward pass outside of
+            ``no_sync``, until a call has read the parameters again.
         transfers: counts the copies of the next sums.
         streams: those of calls, on which gradients are added.
     """
@@ -224,7 +224,8 @@ class CallGradients:
         if self._passes.setdefault(task, of_pass) is not of_pass:
             return
         # Also without an addition: the user may apply what ``autograd.grad`` returns.
-        self.were_added = True
+        # Inside of ``no_sync`` nothing is applied yet, and reading values takes time.
+        self.were_added |= self.is_synced
         at_end_of_pass(partial(self._end_pass, task))
         if not is_selected:
             # Before autograd accumulates: later nobody sees what the user has dropped.

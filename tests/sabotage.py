@@ -453,6 +453,15 @@ SABOTAGES = [
         seen_by="test_rule_that_holds_is_found_later",
     ),
     Sabotage(
+        name="what is written into an unread output is joined over",
+        promise="as in plain torch",
+        file="calls/unread_outputs.py",
+        place="_UnreadItems.__ior__",
+        text="_join_unread(self)",
+        replacement="pass",
+        seen_by="test_mapping_answers_as_a_plain_one",
+    ),
+    Sabotage(
         name="a rule of a loss that fits within rounding is dropped",
         promise="exact",
         file="verify/verifier.py",

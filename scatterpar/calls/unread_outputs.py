@@ -12,7 +12,9 @@ as a cache of keys and values, raises when it is read.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import copyreg
 import dataclasses
 import functools
 from collections import OrderedDict
@@ -25,7 +27,9 @@ from scatterpar.batch import nested
 
 _UNREAD = "_scatterpar_unread"
 # These methods read all entries.
-_OF_ALL = frozenset({"items", "values", "to_tuple", "copy", "popitem", "update"})
+_OF_ALL = frozenset(
+    {"items", "values", "to_tuple", "copy", "popitem", "update", "clear"}
+)
 Join = Callable[[], Any]
 
 
@@ -79,7 +83,8 @@ def read_later(
         else:
             # Not by its constructor, which may ask for more, or compute.
             result = copy.copy(output)
-            result.__class__ = kind
+            # Past a user's method, which may make an entry of it.
+            object.__setattr__(result, "__class__", kind)
     except TypeError:  # another layout, such as slots
         return None
     for name, value in entries.items():
@@ -118,20 +123,33 @@ class _UnreadFields:
 
     # Not ``__getattr__``: the field is there, and is None until it is joined.
     def __getattribute__(self, name: str) -> Any:
-        unread = object.__getattribute__(self, "__dict__").get(_UNREAD)
+        attributes = object.__getattribute__(self, "__dict__")
+        unread = attributes.get(_UNREAD)
         if unread:
-            if name in unread:
-                _join_entry(self, name)
-            elif name in _OF_ALL:
+            # An entry that is no attribute may have the name of a method.
+            if name in _OF_ALL and name not in attributes:
                 _join_unread(self)
+            elif name in unread:
+                _join_entry(self, name)
         return super().__getattribute__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        vars(self).get(_UNREAD, {}).pop(name, None)
-        super().__setattr__(name, value)
+        unread = vars(self).get(_UNREAD, ())
+        if name in unread and name not in vars(self):  # the entry is another value
+            _join_entry(self, name)
+        with _not_to_join(self, name):
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        with _not_to_join(self, name):
+            super().__delattr__(name)
 
     def __eq__(self, other: object) -> bool:
         return bool(_whole_output(self) == other)
+
+    # A dict has one of its own.
+    def __ne__(self, other: object) -> bool:
+        return bool(_whole_output(self) != other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -140,7 +158,12 @@ class _UnreadFields:
 
     # As the user's class: pickle could not import this one.
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _whole_output(self).__reduce_ex__(protocol)
+        whole = _whole_output(self)
+        reduced = whole.__reduce_ex__(protocol)
+        # These make objects of the class that is pickled only.
+        if reduced[0] in (copyreg.__newobj__, copyreg.__newobj_ex__):  # type: ignore[attr-defined]
+            return copy.copy, (whole,)
+        return reduced
 
 
 class _UnreadItems(_UnreadFields):
@@ -173,13 +196,51 @@ class _UnreadItems(_UnreadFields):
             _join_entry(self, key)
         return super().pop(key, *default)  # type: ignore[misc]
 
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """The entry, which is set to the default if it is missing."""
+        if key in vars(self).get(_UNREAD, ()):
+            _join_entry(self, key)
+        return super().setdefault(key, default)  # type: ignore[misc]
+
     def __setitem__(self, key: Any, value: Any) -> None:
-        vars(self).get(_UNREAD, {}).pop(key, None)
-        super().__setitem__(key, value)  # type: ignore[misc]
+        with _not_to_join(self, key):
+            super().__setitem__(key, value)  # type: ignore[misc]
 
     def __delitem__(self, key: Any) -> None:
-        vars(self).get(_UNREAD, {}).pop(key, None)
-        super().__delitem__(key)  # type: ignore[misc]
+        with _not_to_join(self, key):
+            super().__delitem__(key)  # type: ignore[misc]
+
+    # The item stays if the attribute goes.
+    def __delattr__(self, name: str) -> None:
+        if name in vars(self).get(_UNREAD, ()):
+            _join_entry(self, name)
+        super().__delattr__(name)
+
+    # Python looks operators up in the class, past ``__getattribute__``.
+    def __or__(self, other: Any) -> Any:
+        _join_unread(self)
+        return super().__or__(other)  # type: ignore[misc]
+
+    def __ror__(self, other: Any) -> Any:
+        _join_unread(self)
+        return super().__ror__(other)  # type: ignore[misc]
+
+    def __ior__(self, other: Any) -> Any:
+        _join_unread(self)
+        return super().__ior__(other)  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def _not_to_join(output: Any, name: Any) -> Iterator[None]:
+    """In the body an entry is written or deleted. If that is refused, it stays."""
+    unread = vars(output).get(_UNREAD, {})
+    join = unread.pop(name, None)
+    try:
+        yield
+    except BaseException:
+        if join is not None:
+            unread[name] = join
+        raise
 
 
 def _join_entry(output: Any, name: str) -> None:

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from harness.oracle import assert_close, build, randint, randn
 
+from calls.mappings import CASES, both, told
+from calls.mappings import KINDS as MAPPINGS
 from calls.programs import Own, mlp
 from scatterpar import ScatterOnceParallel
 from scatterpar.calls import unread_outputs
@@ -139,3 +141,46 @@ def test_entries_that_nobody_reads_are_freed():
 
 def test_names_of_what_reads_all_exist():
     assert {"items", "values", "copy", "popitem", "update"} < unread_outputs._OF_ALL
+
+
+@pytest.mark.parametrize("kind", MAPPINGS)
+@pytest.mark.parametrize("case", CASES)
+def test_mapping_answers_as_a_plain_one(case, kind):
+    """``setdefault`` gave None, and the next read joined over what ``|=`` had set."""
+    unread, plain = both(kind)
+    assert type(unread) is not type(plain)
+    assert told(CASES[case], unread) == told(CASES[case], plain)
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, pickle.HIGHEST_PROTOCOL])
+def test_unread_fields_are_pickled(protocol):
+    output = unread_outputs.read_later(Output(1, 2), {"loss": 1}, {"logits": lambda: 3})
+    restored = pickle.loads(pickle.dumps(output, protocol))
+    assert type(restored) is Output
+    assert restored == Output(1, 3)
+
+
+def test_deleted_field_is_gone():
+    output = unread_outputs.read_later(Output(1, 2), {"loss": 1}, {"logits": lambda: 3})
+    del output.logits
+    assert not hasattr(output, "logits")
+
+
+def test_refused_write_leaves_the_entry():
+    class Constant(dict):
+        def __setitem__(self, name, value):
+            if value == 4:
+                raise TypeError("constant")
+            super().__setitem__(name, value)
+
+        def __delitem__(self, name):
+            raise TypeError("constant")
+
+    output = unread_outputs.read_later(
+        Constant(loss=1, logits=2), {"loss": 1}, {"logits": lambda: 3}
+    )
+    with pytest.raises(TypeError, match="constant"):
+        output["logits"] = 4
+    with pytest.raises(TypeError, match="constant"):
+        del output["logits"]
+    assert output["logits"] == 3

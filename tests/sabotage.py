@@ -462,6 +462,15 @@ SABOTAGES = [
         seen_by="test_mapping_answers_as_a_plain_one",
     ),
     Sabotage(
+        name="tensors in markers are counted before labels",
+        promise="exact",
+        file="calls/call_looks.py",
+        place="_count_of",
+        text="nested.part_at(inputs, path)",
+        replacement="nested.tensors(inputs)[rule.labels]",
+        seen_by="test_markers_move_no_labels",
+    ),
+    Sabotage(
         name="a rule of a loss that fits within rounding is dropped",
         promise="exact",
         file="verify/verifier.py",

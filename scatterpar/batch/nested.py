@@ -129,6 +129,30 @@ def tensors(value: Any) -> list[Tensor]:
     return [atom for atom in atoms(value) if isinstance(atom, Tensor)]
 
 
+Path = tuple[int, ...]  # which child of each container, from the outermost
+
+
+def paths_of_tensors(value: Any) -> list[Path]:
+    """The path of every tensor of ``value``, in the order of ``tensors``.
+
+    >>> paths_of_tensors((1, [torch.ones(2), {"a": torch.ones(2)}]))
+    [(1, 0), (1, 1, 0)]
+    """
+    if isinstance(value, Tensor):
+        return [()]
+    paths: list[Path] = []
+    for number, child in enumerate(children_of(value)):
+        paths += [(number, *path) for path in paths_of_tensors(child)]
+    return paths
+
+
+def part_at(value: Any, path: Path) -> Any:
+    """What is at a path of ``value``."""
+    for number in path:
+        value = list(children_of(value))[number]
+    return value
+
+
 def walk(
     roots: Iterable[Any],
     children: Callable[[Any], Iterable[Any]],

@@ -135,7 +135,8 @@ class CallLooks:
         verifier = self._verifier((id(call.module), place))
         arguments = _inputs_of(call)[1]
         rules = {rule.words: rule for rule in rules_for(arguments, call.dim)}
-        candidates = [_candidate(rule) for rule in rules.values()]
+        paths = nested.paths_of_tensors(arguments)
+        candidates = [_candidate(rule, paths) for rule in rules.values()]
         request = _request(call, NumberOfOutput(place), None)
         request = replace(request, loss_name="the loss that the module returns")
         if asks:
@@ -186,19 +187,23 @@ class NumberOfOutput:
         return number
 
 
-def _candidate(rule: NumberRule) -> LossCandidate:
+def _candidate(rule: NumberRule, paths: Sequence[nested.Path]) -> LossCandidate:
+    """The rule as a look tries it. ``paths`` are those of the arguments' tensors."""
     if rule.is_sum:
         return LossCandidate(rule.words, "sum")
-    return LossCandidate(rule.words, "mean", _count_of(rule))
+    return LossCandidate(rule.words, "mean", _count_of(rule, paths))
 
 
-def _count_of(rule: NumberRule) -> Callable[[Any, Any], Any] | None:
-    position = rule.labels
-    if position is None:
+def _count_of(
+    rule: NumberRule, paths: Sequence[nested.Path]
+) -> Callable[[Any, Any], Any] | None:
+    if rule.labels is None:
         return None
+    path = paths[rule.labels]
 
     def count(inputs: Any, _: Any) -> Any:
-        labels = nested.tensors(inputs)[position]
+        # Not by position: here the tensors of markers are among the others.
+        labels = nested.part_at(inputs, path)
         if rule.is_shifted:
             labels = labels[:, 1:]
         return labels.ne(IGNORED_LABEL).sum()

@@ -32,8 +32,8 @@ class NumberRule:
     Attributes:
         words: the way, as texts name it.
         is_sum: whether they are added; else their mean is weighted.
-        labels: the position of the labels among the tensors of the arguments; ``None``
-            for weights by rows.
+        labels: the position of the labels among the tensors of the arguments that are
+            in no marker; ``None`` for weights by rows.
         is_shifted: whether the first label of each row does not count.
     """
 

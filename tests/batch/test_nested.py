@@ -183,3 +183,11 @@ def test_value_that_contains_itself():
     value["self"] = value
     with pytest.raises(RecursionError):
         nested.with_contents(value)
+
+
+def test_paths_lead_to_tensors():
+    first, second = torch.ones(2), torch.zeros(3)
+    value = (1, [first, {"a": "b", "c": second}])
+    paths = nested.paths_of_tensors(value)
+    assert [nested.part_at(value, path) for path in paths] == nested.tensors(value)
+    assert paths == [(1, 0), (1, 1, 1)]

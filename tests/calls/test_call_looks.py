@@ -6,13 +6,13 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from harness.oracle import build, randint, randn
+from harness.oracle import assert_close, build, randint, randn
 from harness.pairwise import few_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from calls.programs import Own, mlp
-from scatterpar import ScatterOnceParallel
+from scatterpar import Replicated, Rows, ScatterOnceParallel
 
 ROWS, LABELS = randn(12, 6), randint(3, 12)
 
@@ -278,3 +278,120 @@ def test_rules_are_those_of_a_kind_of_call():
     batches = [first, (second[0], ones, second[1]), second]
     for error in losses_and_errors(net, batches):
         assert error < 1e-10
+
+
+# --- labels beside other values ---
+
+
+class Placed(Sentences):
+    """Adds what it gets beside words and labels to the words' vectors.
+
+    Its labels are at a position, or have a name.
+    """
+
+    def __init__(self, loss, position):
+        super().__init__(loss)
+        self.position = position
+
+    def forward(self, *values, **named):
+        named = dict(enumerate(values)) | named
+        labels = named.pop("labels" if self.position is None else self.position)
+        hidden = 0
+        for value in named.values():
+            if isinstance(value, dict):
+                value = value["places"]
+            if isinstance(value, list):
+                value = torch.stack([entry[:40] for entry in value])
+            hidden = hidden + self.words(value)
+        return self.loss(self.head(self.layer(hidden).tanh()), labels)
+
+
+PLACES = torch.arange(40) % 20
+OTHER = randint(20, 8, 40)
+# Longer than the labels: one of another length fails where one is taken for labels.
+OF_ROWS = [
+    torch.cat([row, row[:number]]) for number, row in enumerate(randint(20, 8, 40))
+]
+# Words and labels are those of a batch.
+ARGUMENTS = {
+    "Replicated before": (["words", Replicated(PLACES), "labels"], {}),
+    "Replicated of several before": (
+        ["words", Replicated({"places": PLACES, "more": (OTHER, OTHER)}), "labels"],
+        {},
+    ),
+    "Rows before": (["words", Rows(OF_ROWS), "labels"], {}),
+    "Rows with collate before": (
+        [
+            "words",
+            Rows(OF_ROWS, lambda few: torch.stack([row[:40] for row in few])),
+            "labels",
+        ],
+        {},
+    ),
+    "an integer after": (["words", "labels", OTHER], {}),
+    "Replicated before, an integer after": (
+        ["words", Replicated(PLACES), "labels", OTHER],
+        {},
+    ),
+    "Rows before, an integer after": (["words", Rows(OF_ROWS), "labels", OTHER], {}),
+    "both before, an integer between": (
+        ["words", Rows(OF_ROWS), OTHER, Replicated(PLACES), "labels", OTHER],
+        {},
+    ),
+    "keywords": (["words"], {"labels": "labels", "more": OTHER}),
+    "keywords, Replicated before": (
+        ["words"],
+        {"more": Replicated(PLACES), "labels": "labels", "last": OTHER},
+    ),
+    "keywords, Rows before": (["words", Rows(OF_ROWS), OTHER], {"labels": "labels"}),
+    "keywords alone": (
+        [],
+        {"words": "words", "more": Replicated(PLACES), "labels": "labels"},
+    ),
+    "in a mapping": (
+        ["words", {"places": Replicated(PLACES), "ids": OTHER}],
+        {"last": Rows(OF_ROWS), "labels": "labels"},
+    ),
+}
+
+
+def _filled(value, batch):
+    """``value`` with the batch's words and labels in the place of their names."""
+    return batch[value] if isinstance(value, str) else value
+
+
+def _without_marker(value):
+    if isinstance(value, dict):
+        return {name: _without_marker(entry) for name, entry in value.items()}
+    return value.unwrap(copy=False) if isinstance(value, (Rows, Replicated)) else value
+
+
+@pytest.mark.parametrize("layout", [("cpu", "cpu"), ("cpu:0", "cpu:1")])
+@pytest.mark.parametrize(
+    "loss", few_of([by_labels, by_shifted_labels, by_rows, summed], [by_labels])
+)
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_markers_move_no_labels(case, loss, layout):
+    """Tensors in markers were counted, so that labels were looked for in others."""
+    args, kwargs = ARGUMENTS[case]
+    position = args.index("labels") if "labels" in args else None
+    net = build(lambda: Placed(loss, position))
+    plain = copy.deepcopy(net)
+    with (
+        warnings.catch_warnings(),
+        ScatterOnceParallel(net, device_ids=list(layout)) as engine,
+    ):
+        warnings.simplefilter("error")
+        for words, labels in BATCHES[2:]:
+            batch = {"words": words, "labels": labels}
+            filled = [_filled(value, batch) for value in args]
+            named = {name: _filled(value, batch) for name, value in kwargs.items()}
+            found = engine(*filled, **named)
+            found.backward()
+            expected = plain(*map(_without_marker, filled), **_without_marker(named))
+            expected.backward()
+            assert_close(found.detach(), expected.detach(), "loss")
+            for parameter, other in zip(
+                net.parameters(), plain.parameters(), strict=True
+            ):
+                assert_close(parameter.grad, other.grad, case)

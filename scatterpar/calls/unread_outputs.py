@@ -45,7 +45,10 @@ def is_readable_later(output: Any) -> bool:
     """Whether entries of an output may be joined when they are read."""
     if isinstance(output, dict):
         return all(isinstance(key, str) for key in output)
-    return dataclasses.is_dataclass(output) and hasattr(output, "__dict__")
+    if not dataclasses.is_dataclass(output) or not hasattr(output, "__dict__"):
+        return False
+    # A field with a slot, of a class whose base has none, would hide what is set.
+    return all(field.name in vars(output) for field in dataclasses.fields(output))
 
 
 def entries_by_name(output: Any) -> dict[str, Any]:

@@ -184,3 +184,20 @@ def test_refused_write_leaves_the_entry():
     with pytest.raises(TypeError, match="constant"):
         del output["logits"]
     assert output["logits"] == 3
+
+
+class WithAttributes:
+    """A base without slots: objects of its subclasses have a ``__dict__``, too."""
+
+
+@dataclass(slots=True)
+class SlottedOutput(WithAttributes):
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+def test_field_with_a_slot_is_joined(layout):
+    """The slot hid the joined field: it had the rows of replica 0 alone."""
+    output, expected, _ = called(SlottedOutput, layout)
+    assert type(output) is SlottedOutput
+    assert_close(output.logits.detach(), expected.logits.detach(), "logits")

@@ -740,7 +740,7 @@ SABOTAGES = [
         place="_overwritable",
         text="targets = {target for target, _ in pairs}",
         replacement="targets = {0}",
-        seen_by="test_gradient_that_two_parameters_have_is_added_once",
+        seen_by="test_shared_gradient_is_added_once",
     ),
     Sabotage(
         name="what was dropped returns if a pass reaches replica 0 alone",
@@ -749,7 +749,7 @@ SABOTAGES = [
         place="CallGradients.begin_pass",
         text="self.forget_dropped()",
         replacement="pass",
-        seen_by="test_dropped_gradients_stay_dropped_if_replicas_have_no_rows",
+        seen_by="test_dropped_stays_dropped_without_rows",
     ),
     Sabotage(
         name="a failed pass takes what has waited",
@@ -758,7 +758,7 @@ SABOTAGES = [
         place="CallGradients.arrive",
         text="taken[key] = earlier",
         replacement="pass",
-        seen_by="test_failed_pass_loses_nothing_that_waits",
+        seen_by="test_failed_pass_loses_nothing",
     ),
     Sabotage(
         name="gradients of computed tensors wait",
@@ -767,7 +767,7 @@ SABOTAGES = [
         place="CallGradients.arrive",
         text="if not bucket.tensors[0].is_leaf:",
         replacement="if False:",
-        seen_by="test_gradient_of_computed_attribute_does_not_wait",
+        seen_by="test_computed_attribute_waits_for_nothing",
     ),
     Sabotage(
         name="the next backward pass of a call lacks what waits",

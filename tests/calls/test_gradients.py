@@ -520,7 +520,7 @@ def passes(call, module, how):
 @pytest.mark.parametrize("how", ["synced", "window", "step"])
 @pytest.mark.parametrize("kind", ["added", "expanded", "one per row", "unused by some"])
 @pytest.mark.parametrize("ids", SUM_LAYOUTS, ids="+".join)
-def test_gradient_that_two_parameters_have_is_added_once(ids, kind, how):
+def test_shared_gradient_is_added_once(ids, kind, how):
     """``a + b`` gives both parameters one tensor: added in place, it was twice in
     sums of four replicas.
     """
@@ -543,9 +543,7 @@ def engine_rows(ids):
 
 @pytest.mark.parametrize("is_synced", [True, False])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_dropped_gradients_stay_dropped_if_replicas_have_no_rows(
-    pair, set_to_none, is_synced
-):
+def test_dropped_stays_dropped_without_rows(pair, set_to_none, is_synced):
     """A batch of one row reaches replica 0 alone: the pass met no gradient of the
     others, and did not look for what was dropped.
     """
@@ -564,7 +562,7 @@ def test_dropped_gradients_stay_dropped_if_replicas_have_no_rows(
 
 @pytest.mark.parametrize("where", ["hook", "hook after accumulation", "output"])
 @pytest.mark.parametrize("ids", SUM_LAYOUTS, ids="+".join)
-def test_failed_pass_loses_nothing_that_waits(ids, where):
+def test_failed_pass_loses_nothing(ids, where):
     """A pass that fails outside of ``no_sync`` had taken what waits."""
 
     def fail(*_):
@@ -610,7 +608,7 @@ class RowOfWeight(nn.Module):
 
 @pytest.mark.parametrize("reenters", [False, True])
 @pytest.mark.parametrize("ids", SUM_LAYOUTS, ids="+".join)
-def test_gradient_of_computed_attribute_does_not_wait(ids, reenters):
+def test_computed_attribute_waits_for_nothing(ids, reenters):
     """The attribute of the next pass is another tensor: what waited was lost."""
     found = []
     for is_plain in (False, True):

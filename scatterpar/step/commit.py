@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.coalescing import are_whole, is_part
+from scatterpar.devices.coalescing import are_whole, is_part, is_unexpanded
 from scatterpar.devices.copies import to_numbers
 from scatterpar.errors import restore_after
 from scatterpar.replicas.buffers import BufferWriter
@@ -114,11 +114,20 @@ def _save_for_undo(pairs: list[_Pair], undo: Undo, observed: bool) -> list[Tenso
             earlier.append(leaf.grad)
             if leaf.grad.layout != torch.strided or leaf.grad.dtype != gradient.dtype:
                 adds_in_place = False
+    # Into one that cannot be written autograd raises, after it has added to others.
+    adds_in_place = adds_in_place and all(map(_can_be_written, earlier))
     if observed or not adds_in_place:
-        undo.save_values(earlier)
+        undo.save_values(filter(_can_be_written, earlier))
     if observed:  # a hook on a leaf may write the leaf
         undo.save_values(leaf for leaf, _ in pairs if has_gradient_hooks(leaf))
     return earlier
+
+
+def _can_be_written(gradient: Tensor) -> bool:
+    """Whether autograd can add to a ``.grad`` of the user's in place."""
+    if gradient.is_inference() and not torch.is_inference_mode_enabled():
+        return False
+    return gradient.layout != torch.strided or is_unexpanded(gradient)
 
 
 def _may_become_grads(pairs: Sequence[_Pair]) -> bool:

@@ -26,6 +26,7 @@ from scatterpar.batch import nested
 from scatterpar.batch.batch import Batch
 from scatterpar.batch.joining import Lists, join_rows, require_same_or_rows
 from scatterpar.devices import coalescing
+from scatterpar.devices.bits import same_bits
 from scatterpar.devices.clocks import DeviceClock
 from scatterpar.devices.coalescing import has_foreach, is_part, iter_copies, tree_pairs
 from scatterpar.devices.transfers import Transfers
@@ -213,6 +214,25 @@ def _by_number(flat: FlatGradients, trained: Sequence[int]) -> dict[int, Tensor]
     return {trained[position]: gradient for position, gradient in copies.items()}
 
 
+def _one_for_each(buffers: Iterable[BufferValue]) -> list[BufferValue]:
+    """Leave one value for each buffer.
+
+    A criterion that holds the model, or a part of it, has copies of its own. The
+    model's value counts, unless the step has left it as it was.
+    """
+    by_place: dict[tuple[int, str], BufferValue] = {}
+    for container, name, value in buffers:
+        place = id(container), name
+        earlier = by_place.get(place)
+        if earlier is not None:
+            *_, of_model = earlier
+            before = container.get(name)
+            if of_model is None or before is None or not same_bits(of_model, before):
+                continue
+        by_place[place] = container, name, value
+    return list(by_place.values())
+
+
 def reduce_buffers(
     attempt: Attempt,
 ) -> tuple[list[BufferValue], MemoryChanges, StepStatistics | None]:
@@ -226,7 +246,10 @@ def reduce_buffers(
     changes: MemoryChanges = {}
     for replica_set in attempt.replicas.replica_sets:
         values, changes_of_set = replica_set.buffers_after()
-        buffers += values
+        if buffers and values:
+            buffers = _one_for_each(buffers + values)
+        else:
+            buffers += values
         changes |= changes_of_set
     # Mostly none: only networks that the criterion closes over were saved.
     for tensor in attempt.undo.written():

@@ -162,6 +162,8 @@ class Substeps:
         if roots:
             zeros = [torch.zeros_like(root) for root in roots]
             self._task.run_backward(sub_step, roots, zeros)
+            # These gradients may share memory, as those of a loss that counts.
+            self._without_gradient = unalias(self._without_gradient)
 
     def finish(self) -> FlatGradients | None:
         """Called after the last sub-step. Here the leaves have all gradients."""

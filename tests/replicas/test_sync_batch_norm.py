@@ -706,6 +706,36 @@ def test_several_processes_refused():
     run_on_ranks(2, refused_between_processes)
 
 
+class SharedZeros(nn.Module):
+    """Autograd gives ``first`` and ``second`` views of one gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(2, 2), nn.SyncBatchNorm(2)
+        self.first = nn.Parameter(torch.zeros(2))
+        self.second = nn.Parameter(torch.zeros(2))
+
+    def forward(self, rows):
+        rows = self.layer(rows)
+        both = self.first.view(1, -1) + self.second.view(1, -1)
+        return rows + 0 * self.norm(rows) + both
+
+
+@pytest.mark.parametrize("ids", [["cpu"] * 2, ["cpu:0", "cpu:1"]], ids="+".join)
+def test_gradients_of_nothing_share_no_memory(ids):
+    """The next sub-step added to both at once."""
+    model = build(SharedZeros)
+    nn.init.zeros_(model.layer.weight)
+    nn.init.zeros_(model.layer.bias)
+    labels = torch.zeros(8, dtype=torch.int64)
+    labels[:2] = -100  # the first sub-step of replica 0
+    with ScatterOnceParallel(model, 2, ids, verify=False) as engine:
+        engine.forward_backward(randn(8, 2), labels, nn.CrossEntropyLoss())
+    expected = torch.tensor([-0.5, 0.5], dtype=torch.float64)
+    assert_close(model.first.grad, expected, "first")
+    assert_close(model.second.grad, expected, "second")
+
+
 # --- many programs ---
 
 

@@ -303,3 +303,29 @@ def test_raising_handler_whole_or_undone():
         signal.signal(signal.SIGALRM, before)
     assert rung
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+FIXED = {
+    "one number": lambda shape: torch.zeros((), dtype=torch.float64).expand(shape),
+    "one row": lambda shape: torch.zeros(shape[-1:], dtype=torch.float64).expand(shape),
+}
+
+
+@pytest.mark.parametrize("make", FIXED.values(), ids=FIXED)
+def test_unwritable_grad_changes_nothing(devices, make):
+    """Autograd raised after it had added to the gradients of other parameters."""
+    model = mlp()
+    last = model[2].weight
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    last.grad = make(last.shape)
+    with (
+        ScatterOnceParallel(model, 2, devices(2)) as engine,
+        nothing_changes(model),
+        pytest.raises(RuntimeError, match="memory location"),
+    ):
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    last.grad = None
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    assert last.grad is not None

@@ -4,6 +4,8 @@ end.
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from harness.batches import LABELS
@@ -196,3 +198,73 @@ def test_return_outputs_applies_function(devices):
     )
     assert kept[0]["largest"].shape == ()
     assert graphs == [(False, False)] * 4
+
+
+# --- buffers of modules that the criterion holds, too ---
+
+
+class Penalised(nn.Module):
+    """A criterion that holds the model, for a penalty on its weights."""
+
+    def __init__(self, model, is_called=False):
+        super().__init__()
+        self.model = model
+        self.is_called = is_called
+
+    def forward(self, output, labels):
+        penalty = self.model[0].weight.square().sum()
+        if self.is_called:
+            penalty = penalty + self.model[2](output.detach()).square().mean()
+        return nn.functional.cross_entropy(output, labels) + 0.01 * penalty
+
+
+def normalised():
+    return nn.Sequential(
+        nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES), nn.Identity()
+    )
+
+
+def with_teacher(output, labels, net, teacher):
+    distance = (output - teacher(labels).detach()).square().mean()
+    return nn.functional.cross_entropy(output, labels) + distance + net[0].bias.sum()
+
+
+def bound(model):
+    teacher = nn.Embedding(CLASSES, CLASSES).double().requires_grad_(False)
+    return functools.partial(with_teacher, net=model, teacher=teacher)
+
+
+HOLDERS = {"a module": Penalised, "a partial with a teacher": bound}
+
+
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+@pytest.mark.parametrize("device_ids", DEVICES, ids="+".join)
+def test_buffers_of_model_in_criterion(device_ids, hold):
+    """The values of the criterion's copy, as before the step, replaced them."""
+    batch = randn(12, FEATURES), randint(CLASSES, 12)
+    models = build(normalised), build(normalised)
+    buffer = models[0][1].running_mean
+    for model, criterion in zip(
+        models, (hold(models[0]), nn.CrossEntropyLoss()), strict=True
+    ):
+        with ScatterOnceParallel(model, 1, device_ids, verify=False) as engine:
+            engine.forward_backward(*batch, criterion)
+    assert models[0][1].running_mean is buffer
+    for (name, found), expected in zip(
+        models[0].named_buffers(), models[1].buffers(), strict=True
+    ):
+        assert torch.equal(found, expected), name
+    assert models[0][1].num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("device_ids", DEVICES, ids="+".join)
+def test_buffers_of_part_in_criterion(device_ids):
+    model = build(normalised)
+    model[2] = nn.BatchNorm1d(CLASSES).double()
+    criterion = Penalised(model, is_called=True)
+    model.forward = lambda rows: model[1](model[0](rows))
+    batch = randn(12, FEATURES), randint(CLASSES, 12)
+    with ScatterOnceParallel(model, 1, device_ids, verify=False) as engine:
+        engine.forward_backward(*batch, criterion)
+    assert model[1].num_batches_tracked == 1
+    assert model[2].num_batches_tracked == 1

@@ -252,9 +252,11 @@ def _numbers_of_rows(call: CallOfLook) -> Tensor:
     """A few numbers for each row, which are the same in all looks."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(call.plan.rows, _NUMBERS, generator=generator)
-    if call.dim in (0, -2):
+    if call.dim == 0:
         return numbers
     # Their rows are along the dimension of the call's.
+    if call.dim <= -2:
+        return numbers[(..., *(None,) * (-2 - call.dim))]
     return numbers.T[(None,) * max(0, call.dim - 1)]
 
 

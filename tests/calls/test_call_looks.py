@@ -395,3 +395,21 @@ def test_markers_move_no_labels(case, loss, layout):
                 net.parameters(), plain.parameters(), strict=True
             ):
                 assert_close(parameter.grad, other.grad, case)
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+@pytest.mark.parametrize("dim", [-3, -2, -1, 0, 1, 2])
+def test_rows_along_any_dimension_are_compared(dim, is_mixed, recwarn):
+    """With ``dim=-3`` the first call of a right module was an ``IndexError``."""
+
+    def forward(self, rows):
+        rows = self.layer(rows)
+        return rows - rows.mean(dim, keepdim=True) if is_mixed else rows
+
+    net = build(lambda: Own(forward, layer=nn.PReLU()))
+    rows = randn(4, 4, 4)
+    with ScatterOnceParallel(net, device_ids=["cpu"] * 2, dim=dim) as engine:
+        output = engine(rows)
+    assert bool(recwarn) == is_mixed
+    if not is_mixed:
+        torch.testing.assert_close(output, net(rows))

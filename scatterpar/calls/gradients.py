@@ -367,6 +367,7 @@ class CallGradients:
                 for key, gradient in taken.items():
                     _plus_in(waiting, key, gradient)
         self._passes.clear()
+        self._release(())
 
     # --- gradients that wait ---
 
@@ -425,10 +426,10 @@ class CallGradients:
 
     def add_before(self, optimizer: Optimizer) -> None:
         """Add what waits for the parameters of an optimizer, before its step."""
+        self.end_failed_passes()
         keys = self._waiting_of(optimizer)
         if not keys:  # it is another module's
             return
-        self.end_failed_passes()
         self.forget_dropped()
         keys = self._waiting_of(optimizer)
         if not keys:
@@ -454,6 +455,7 @@ class CallGradients:
 
     def drop_waiting(self) -> None:
         """Drop gradients that wait."""
+        self.end_failed_passes()
         keys = set().union(*self._waiting)
         self._waiting = self._nothing()
         self._release(keys)
@@ -518,7 +520,8 @@ class CallGradients:
 
     def _note(self, tensor: Tensor) -> None:
         """Autograd has accumulated a gradient, such as a penalty's; others wait."""
-        for of_pass in list(self._passes.values()):
+        of_pass = self._passes.get(current_graph_task())
+        if of_pass is not None:
             for taken in of_pass.taken:
                 taken.pop(id(tensor), None)
         mark = self._marks.get(id(tensor))

@@ -125,7 +125,7 @@ def _save_for_undo(pairs: list[_Pair], undo: Undo, observed: bool) -> list[Tenso
 
 def _can_be_written(gradient: Tensor) -> bool:
     """Whether autograd can add to a ``.grad`` of the user's in place."""
-    if gradient.is_inference() and not torch.is_inference_mode_enabled():
+    if gradient.is_inference():
         return False
     return gradient.layout != torch.strided or is_unexpanded(gradient)
 

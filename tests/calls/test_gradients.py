@@ -641,3 +641,25 @@ def test_window_that_has_ended_leaves_no_hook(pair):
     with engine.no_sync():
         loss_of(engine).backward()
     loss_of(engine).backward()
+
+
+@pytest.mark.parametrize("ids", LAYOUTS, ids="+".join)
+def test_step_after_a_failed_pass_has_what_waits(ids, recwarn):
+    def fail(*_):
+        raise RuntimeError("of the user")
+
+    found = []
+    for is_plain in (False, True):
+        net = build(lambda: nn.Linear(6, 1, bias=False))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with ScatterOnceParallel(net, device_ids=ids, verify=False) as engine:
+            call = net if is_plain else engine
+            with contextlib.nullcontext() if is_plain else engine.no_sync():
+                call(ROWS).sum().backward()
+            handle = net.weight.register_hook(fail)
+            with pytest.raises(RuntimeError, match="of the user"):
+                call(ROWS).sum().backward()
+            handle.remove()
+            optimizer.step()
+        found.append(net.weight.detach())
+    torch.testing.assert_close(*found)

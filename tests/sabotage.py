@@ -16,7 +16,6 @@ tests.
 import argparse
 import ast
 import contextlib
-import faulthandler
 import functools
 import multiprocessing
 import os
@@ -31,9 +30,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LIMIT_SECONDS = 180  # per process of a sabotage: a hang, not a busy machine
+LIMIT_SECONDS = 240  # per sabotage: a hang, not a busy machine
 IMPORTED = ["torch._dynamo", "numpy", "hypothesis", "pytest"]
-PYTEST = ("-q", "-x", "-p", "no:cacheprovider", "-c", str(ROOT / "setup.cfg"))
+STACKS = f"faulthandler_timeout={LIMIT_SECONDS - 30}"  # printed by a test that hangs
+SETTINGS = ("-c", str(ROOT / "setup.cfg"), "-o", STACKS)
+PYTEST = ("-q", "-x", "-p", "no:cacheprovider", *SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -2468,34 +2469,22 @@ def main():
 def failed_test(sabotage):
     """The test that fails under a sabotage, and how its process has ended.
 
-    The test is empty if all pass, or if the process hangs or is killed. A fork that
-    hangs is ended after it has printed its stacks, and an interpreter of its own tries
-    the same again: a fork may lack a thread that a library waits for.
+    The test is empty if all pass, or if the process hangs or is killed.
     """
     with copy_of_package(dict([sabotaged(sabotage)])) as copy:
-        said, end = _said_by(_forks(), copy, name_of_test(sabotage))
-        if end.startswith("late"):
-            print(f"{sabotage.line}: {end}, {said}", file=sys.stderr, flush=True)
-            new_interpreters = multiprocessing.get_context("spawn")
-            said, end = _said_by(new_interpreters, copy, name_of_test(sabotage))
+        output = Path(copy, "output")
+        test = [name_of_test(sabotage), str(output)]
+        process = _forks().Process(target=_run_test, args=(copy, *test))
+        process.start()
+        process.join(LIMIT_SECONDS)
+        is_late = process.is_alive()
+        if is_late:
+            process.kill()
+            process.join()
+        said = output.read_text(encoding="utf-8", errors="replace")
     found = re.search(r"^(?:FAILED|ERROR) \S+::(\S+)", said, re.MULTILINE)
-    return found[1] if found else "", f"{end}: {said[-300:]!r}"
-
-
-def _said_by(processes, copy, test):
-    """Run a test on a copy of the package in a process. Returns the text that it has
-    printed, and how it has ended.
-    """
-    output = Path(copy, "output")
-    process = processes.Process(target=_run_test, args=(copy, test, str(output)))
-    process.start()
-    process.join(LIMIT_SECONDS)
-    is_late = process.is_alive()
-    if is_late:
-        process.kill()
-        process.join()
-    said = output.read_text(encoding="utf-8", errors="replace")
-    return said, f"{'late' if is_late else 'ended'} with {process.exitcode}"
+    end = f"{'late' if is_late else 'ended'} with {process.exitcode}"
+    return found[1] if found else "", f"{end}: {said[-8000:]}"
 
 
 @functools.cache
@@ -2516,15 +2505,14 @@ def _run_test(copy, test, output):
     with open(output, "w", encoding="utf-8") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
-        faulthandler.dump_traceback_later(LIMIT_SECONDS - 20, file=file)
-        os.environ |= environment_of(copy)
-        sys.path[:0] = paths_of(copy)
-        os.chdir(copy)
-        import pytest
+    os.environ |= environment_of(copy)
+    sys.path[:0] = paths_of(copy)
+    os.chdir(copy)
+    import pytest
 
-        status = pytest.main([*PYTEST, f"--rootdir={ROOT}", test])
-        sys.stdout.flush()
-        os._exit(status)  # whatever threads a sabotage has left
+    status = pytest.main([*PYTEST, f"--rootdir={ROOT}", test])
+    sys.stdout.flush()
+    os._exit(status)  # whatever threads a sabotage has left
 
 
 @contextlib.contextmanager

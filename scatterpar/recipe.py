@@ -106,8 +106,8 @@ def _refuse_other_or_stepped(after: LRScheduler, optimizer: Optimizer) -> None:
     which = "this" if is_same else "another"
     raise ValueError(
         f"`after` belongs to {which} optimizer, and is at step {after.last_epoch}; "
-        "build it on the optimizer of the warm-up, right before the warm-up, and do "
-        "not step it"
+        "make the scheduler that you pass as `after` with the optimizer of "
+        "gradual_warmup, right before you call gradual_warmup, and do not step it"
     )
 
 
@@ -164,7 +164,7 @@ class _GradualWarmup(LRScheduler):
             saved = "without" if after_state is None else "with"
             raise ValueError(
                 f"the state is of a warm-up {saved} `after`, unlike this one; "
-                f"build it as the saved one was"
+                "make this warm-up as you made the saved one"
             )
         # torch's ``load_state_dict`` takes over every entry as an attribute.
         super().load_state_dict({**state_dict, "after": self.after})

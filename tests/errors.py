@@ -45,7 +45,7 @@ OF_A_VALUE = re.compile(
 # problem; the remedy is the next one.
 OF_THE_CHECK = {"_refused": ("error", 0), "_told": ("warning", 1)}
 OF_THE_CHECK["in_lines"] = "warning", 0
-CAUSE_ENDS = re.compile("(?:: |, )(?=pass |multiply |‹)")  # there the remedy begins
+CAUSE_ENDS = re.compile("(?:: |, )(?=pass |add it |‹)")  # there the remedy begins
 FEWEST_LETTERS = 25  # a text with fewer of its own is put together of other ones
 PLACEHOLDER = re.compile("‹[^›]*›")
 # Nouns of values that say nothing about them.
@@ -80,7 +80,8 @@ TOPICS = (
     Topic("Several processes", "several-machines.md", ("distributed/",)),
     Topic("The pair", "pair.md", ("pair/",)),
     Topic("splitcheck", "splitcheck.md", ("splitting/",)),
-    Topic("Optimizers and learning rates", "recipes.md", ("sharded", "recipe")),
+    Topic("Optimizers", "recipes.md#the-optimizers-state-on-all-gpus", ("sharded",)),
+    Topic("Learning rates", "large-batches.md", ("recipe",)),
     Topic("Loops of libraries", "loops.md", ("integrations/",)),
     Topic("Training program", "training-program.md", ("train",)),
     Topic("Options, devices and threads", "gpus.md", ("",)),
@@ -220,6 +221,8 @@ def noun_of(node: ast.AST) -> str:
             return noun_of(inner)
         case ast.Call(func=ast.Name("type")):
             return "class"
+        case ast.Call(func=ast.Name("_size_of")):
+            return "off by so many %"
         case ast.Call(func=ast.Name("len"), args=[inner]):
             return f"number of {noun_of(inner)}" if noun_of(inner) else "number"
         case ast.Call(func=ast.Attribute(attr="join"), args=[inner]):
@@ -347,8 +350,8 @@ def messages_of_the_check() -> Iterator[tuple[str, str]]:
         remedy = shown_of(call.args[number + 1], scope, has_remedy=True)
         if isinstance(scope, FUNCTIONS) and scope.name == causes:
             remedy = (
-                "What to do is in the next lines of the error: one of the rows below, "
-                'from "It seems to be a mean" on.'
+                "The next line of the error says what to do. It is one of the rows "
+                'below, from "It seems to be a mean" on.'
             )
         for expression, of in expressions_of(call.args[number], scope):
             if is_shown(text_of(expression)):
@@ -414,8 +417,8 @@ _HEAD = """# Errors by their words
 This page has scatterpar's errors and warnings, and what to do. Search it for some words of your message. `‹name›` and `…`
 stand for names and numbers, ‹one text / another› for the text of your case. What goes wrong without an error, and how to debug a step, is on [Limits](limits.md).
 
-Each error is a `ValueError`, `TypeError` or `RuntimeError`. A step that raises one has changed nothing, unless the error
-says so. *Written by `python -m tests.errors --write` from the sources.*"""
+Each error is a `ValueError`, `TypeError` or `RuntimeError`, with few exceptions: `FloatingPointError` (`check_finite=True`), `AttributeError` (an option
+that cannot be set later) and `TimeoutError`. A step that raises an error has changed nothing, unless the error says that values are lost. *Written by `python -m tests.errors --write` from the sources.*"""
 
 
 def main() -> None:

@@ -69,8 +69,9 @@ def _sizes_of_batches(inputs: Any, targets: Any, dim: int) -> list[int]:
     for name, sizes_of_part in sizes_by_part.items():
         shown.append(f"{name} with {' + '.join(map(str, sizes_of_part))}")
     raise ValueError(
-        f"the several batches disagree in their rows along dim={dim}: "
-        f"{', '.join(shown)}; pass inputs and targets with the same rows in each batch"
+        f"Rows.from_batches: inputs and targets have different numbers of rows along "
+        f"dim={dim}: {', '.join(shown)}; pass inputs and targets with the same number "
+        f"of rows in each batch"
     )
 
 

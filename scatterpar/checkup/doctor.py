@@ -25,6 +25,7 @@ from scatterpar.checkup.small_step import (
     take_step,
 )
 from scatterpar.devices.device_ids import DeviceLike, parse_devices, resolve
+from scatterpar.devices.links import TO_THE_DOCTOR
 from scatterpar.version import __version__
 
 # Environment variables with these beginnings change how devices or collectives work.
@@ -88,6 +89,7 @@ class Report:
             yield
         except Exception as error:
             text = f"{title} failed: {type(error).__name__}: {error}"
+            text = text.removesuffix(TO_THE_DOCTOR)
             self.show(DoctorVerdict("WRONG", text))
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from scatterpar.checkup.copies import DoctorVerdict, synchronize_all
+from scatterpar.devices.links import TO_THE_DOCTOR
 from scatterpar.devices.streams import has_streams
 from scatterpar.devices.virtual_devices import physical
 from scatterpar.engine import ScatterOnceParallel
@@ -128,7 +129,7 @@ def on_step(step: StepComparison) -> Iterator[DoctorVerdict]:
         yield DoctorVerdict("WRONG", text)
     # Each text once: every replica may have warned.
     for warning in dict.fromkeys(step.warned):
-        yield DoctorVerdict("note", warning)
+        yield DoctorVerdict("note", warning.removesuffix(TO_THE_DOCTOR))
 
 
 @dataclass(frozen=True)

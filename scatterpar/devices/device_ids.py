@@ -84,7 +84,8 @@ def even_part(count: int, number: int, processes: int) -> range:
             f"device_ids: {processes} processes run on this machine, and {count} "
             "accelerators are visible here, so that two processes would have the same "
             "one; start fewer processes, or pass device_ids=. If each process sees "
-            "accelerators of its own, pass process_group=, with which they are compared"
+            "other accelerators, pass process_group=: the processes then compare which "
+            "accelerators they have"
         )
     part = range(count * number // processes, count * (number + 1) // processes)
     if count % processes:

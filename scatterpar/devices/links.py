@@ -13,6 +13,8 @@ from scatterpar.devices.virtual_devices import physical
 from scatterpar.errors import warn
 from scatterpar.log import logger
 
+# The end of messages, which the doctor leaves out of its own page.
+TO_THE_DOCTOR = "; to find the reason, run: python -m scatterpar doctor"
 _BYTES = 2**20  # of which a copy is checked
 # Torch uses one thread for this size, as a forked child must.
 _BYTES_IN_THE_HOST = 2**14
@@ -52,12 +54,11 @@ def _check_link(source: torch.device, target: torch.device) -> None:
         VIA_HOST.discard(link)
         raise RuntimeError(
             f"{problem}, also through the host's memory; do not trust any result of "
-            "this machine. Run: python -m scatterpar doctor"
+            f"this machine{TO_THE_DOCTOR}"
         )
     warn(
         f"{problem}: copies from {source} to {target} go through host memory from now "
-        "on. They are slower, and exact; to find the reason, run: python -m "
-        "scatterpar doctor"
+        f"on. They are slower, and exact{TO_THE_DOCTOR}"
     )
 
 

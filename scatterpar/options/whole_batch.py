@@ -426,8 +426,8 @@ class WholeBatch:
             uses_number = not first.ndim and first.grad is not None
             if uses_number and not all(same_bits(first, piece) for piece in later):
                 raise ValueError(
-                    f"{NUMBER_PROBLEM}; {NUMBER_REMEDY}, which with whole_batch=True "
-                    "sees all rows. Nothing was changed"
+                    f"{NUMBER_PROBLEM}; {NUMBER_REMEDY}, which gets all rows. Nothing "
+                    "was changed"
                 )
 
     def _loss_and_hidden_leaves(self) -> tuple[Tensor, list[Tensor]]:

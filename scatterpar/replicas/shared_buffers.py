@@ -235,8 +235,9 @@ def _owner(
             return owner
     names = ", ".join(sorted(repr(other.name) for other in all_places))
     raise ValueError(
-        f"the forward pass makes the buffers {names} share memory in part: nothing was "
-        "changed; give each a tensor of its own (clone()), or write values with copy_"
+        f"the forward pass makes the buffers {names} share memory, but they are not "
+        "views of one of these buffers: nothing was changed; give each buffer a tensor "
+        "of its own (clone()), or write values with copy_"
     )
 
 

@@ -42,7 +42,8 @@ def first_reference(
     if is_zero(as_drawn.gradients):
         raise ValueError(
             "step left no gradient on a parameter of the model; call backward() "
-            "for the model that step gets, and do not end with zero_grad()"
+            "for the model that step gets, and do not call zero_grad() between the "
+            "last backward() and optimizer.step()"
         )
     if not result.has_drawn:
         return result, []

@@ -243,9 +243,12 @@ class ReplicaNote(contextlib.AbstractContextManager["ReplicaNote"]):
         rows = range(0)
         if self.sub_step is not None:
             rows = share.rows_of(self.sub_step)
-            where += f", sub-step {self.sub_step} of {len(share.micro_batches)}"
+            where += f", sub-step {self.sub_step}"
+            last = len(share.micro_batches) - 1
+            if last:
+                where += f" of 0 to {last}"
             where += f", {_named(rows)}"
-        add_note(error, f"{where}, counted from 0")
+        add_note(error, f"{where} (numbers begin at 0)")
         # The class is asked first: the text of a user's own error may raise another.
         if isinstance(error, ValueError) and _says(error, "Expected more than 1 value"):
             has_one_substep = len(share.micro_batches) == 1

@@ -331,9 +331,9 @@ def resolve_reduction(criterion: Any, reduction: str | None) -> str:
             reduction = option
     if reduction == "none":
         raise ValueError(
-            'reduction="none" gives one loss per term; use a criterion with '
-            'reduction="mean" or "sum", or if it takes the mean itself, pass '
-            'reduction="mean"'
+            'reduction="none" gives one loss per term; make the criterion with '
+            'reduction="mean" or "sum". If it takes the mean of these losses itself, '
+            'pass reduction="mean" to this call'
         )
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')

@@ -26,7 +26,7 @@ from scatterpar.verify.rows import positions_of, unbound
 # With whole_batch=True, too, a number is computed from the rows of a micro-batch.
 NUMBER_REMEDY = (
     "return from forward what the number is computed from, one entry per row, and "
-    "compute it in the criterion"
+    "compute the number in the criterion"
 )
 
 

@@ -27,8 +27,9 @@ _WAYS = (
 def turns_are_taken(look_request: LookRequest) -> str:
     """A criterion reads what forward passes leave behind."""
     return in_lines(
-        f"{look_request.loss} reads what forward passes leave behind (a hook?). "
-        "Replicas share it, so they compute one after the other, which is slower.",
+        f"{look_request.loss} reads a value that forward passes leave behind, for "
+        "example by a hook. All replicas share this value, so they compute one after "
+        "the other, which is slower.",
         f"To let them compute at the same time, {RETURN}.",
         "Or pass verify=False.",
     )
@@ -37,13 +38,13 @@ def turns_are_taken(look_request: LookRequest) -> str:
 def state_is_moved(look_request: LookRequest, names: Sequence[str]) -> str:
     """Sub-steps move state with these ``names``."""
     return in_lines(
-        f"forward passes move {shortened(', '.join(names))}: in each sub-step, and "
-        "on each replica separately. The next step begins with your module's values "
-        "of attributes.",
-        "Change it once per step, outside of forward, or keep it in a buffer and "
-        "train with one sub-step. If the criterion changes the value, keep it in a "
-        "buffer of the criterion, and pass whole_batch=True (with the pair: gather the "
-        "outputs).",
+        f"forward passes move {shortened(', '.join(names))} to other values, in each "
+        "sub-step and on each replica separately. Attributes begin the next step with "
+        "the values that they have in your module.",
+        "Change this state once per step, outside of forward, or keep it in a buffer, "
+        "and train on one replica with one sub-step. If the criterion changes the "
+        "state, keep it in a buffer of the criterion, and pass whole_batch=True (with "
+        "the pair, call the criterion on gather(outputs, device)).",
         "docs/limits.md, State in modules.",
     )
 
@@ -53,7 +54,7 @@ def tensor_was_not_saved(shape: tuple[int, ...]) -> str:
     return in_lines(
         f"your code writes a tensor of shape {shape}, above 64 MiB, which the "
         "check of a few rows did not save.",
-        "Keep it in a buffer of the module, or pass verify=False.",
+        "Keep this tensor in a buffer of the module, or pass verify=False.",
     )
 
 
@@ -68,7 +69,8 @@ def several_candidates_fit(
     first_of_these = candidates[0].words
     return in_lines(
         f"the rows of this step do not show whether {loss} is {mean_or_sum}.",
-        f"It is taken for {first_of_these} until rows show it. {ways.remedies}",
+        f"The engine takes the loss for {first_of_these} until rows show it. "
+        f"{ways.remedies}",
     )
 
 
@@ -78,7 +80,7 @@ def another_candidate_fits(look_request: LookRequest, candidate: LossCandidate) 
     another = look_request.candidates[0].words
     return in_lines(
         f"{look_request.loss} is {mean_or_sum}, as the rows of this step show.",
-        f"Earlier steps took it for {another}. {look_request.ways.remedies}",
+        f"Earlier steps took the loss for {another}. {look_request.ways.remedies}",
     )
 
 
@@ -100,7 +102,7 @@ def looks_are_inconclusive(
     return in_lines(
         f"could not check how {look_request.loss} combines the parts of a batch: "
         f"{reason.shown}.",
-        f"It is taken for {mean_or_sum}. {remedies}",
+        f"The engine takes the loss for {mean_or_sum}. {remedies}",
     )
 
 

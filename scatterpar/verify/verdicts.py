@@ -115,7 +115,7 @@ class LookReport:
 
 RIGHT = Verdict(Action.PROCEED, is_measured=True)
 
-RETURN = "return it from forward, and take it from the output that the criterion gets"
+RETURN = "return this value from forward, and let the criterion read it from the output"
 _NOTHING_CHANGED = "Nothing was changed; verify=False does not check."
 
 
@@ -146,8 +146,8 @@ def refused_injection(name: str, size: str = "") -> Verdict:
     return _refused(
         f"{name} adds a gradient that is not that of the loss, in the backward pass of "
         f"an autograd.Function or a hook{size}.",
-        "Return the auxiliary loss from forward, and add it to the loss in the "
-        "criterion, where it is weighted by the number of rows.",
+        "Return from forward what the auxiliary loss is computed from, and compute "
+        "this loss in the criterion. The engine then weights it by the number of rows.",
         "Such a gradient is added in full by each part of the batch, however few rows "
         "it has. No count=, reduction= or whole_batch= says that.",
     )
@@ -160,9 +160,10 @@ def error_of_replica(
     verdict = _refused(
         f"{name}: the loss of {num_rows} rows is {loss:.4g} with your own module in "
         f"plain torch, but an error on a replica: {type(error).__name__}: {error}",
-        "A replica is a copy of the module. Code that refers to your own module, such "
-        "as a global variable or gradients by your own parameters, does not reach the "
-        f"copy. If the loss reads a value that forward sets on the module, {RETURN}.",
+        "A replica is a copy of the module. Code that uses your own module, by a "
+        "global variable or for gradients by your own parameters, does not use the "
+        "copy. "
+        f"If the loss reads a value that forward sets on the module, {RETURN}.",
         "No count=, reduction= or whole_batch= says that.",
     )
     return replace(verdict, error=error)
@@ -174,7 +175,7 @@ def taken_for_rows(shape: Sequence[int], dim: int) -> Verdict:
         f"an output of shape {tuple(shape)} has no rows, but as many entries along "
         f"dim={dim} as each micro-batch has rows, so that the outputs of all "
         f"micro-batches would be joined.",
-        f"Return it as .unsqueeze({dim}), or pass another number of sub-steps.",
+        f"Return output.unsqueeze({dim}), or pass another number of sub-steps.",
     )
 
 
@@ -183,8 +184,8 @@ def pairs_of_rows(shape: Sequence[int]) -> Verdict:
     return _refused(
         f"an output of shape {tuple(shape)} has an entry for each pair of rows, but a "
         f"micro-batch has only the pairs of its own rows.",
-        "Return from forward what it is computed from, one entry per row, such as the "
-        "features of images and texts, and compute the pairs in the criterion.",
+        "Return one entry per row from forward, such as the features of images and "
+        "texts, and compute the pairs in the criterion.",
     )
 
 
@@ -203,8 +204,8 @@ def rows_broadcast(name: str, broadcast: RowBroadcast) -> Verdict:
 
 
 NUMBER_PROBLEM = (
-    "the module returns a number that is another one for each micro-batch, and the "
-    "loss uses it"
+    "the module returns a number that differs between micro-batches, and the loss "
+    "uses this number"
 )
 
 
@@ -231,10 +232,10 @@ def _wrong_on_the_replica(results: LookResults, _: Finding) -> Verdict:
         f"{results.expected.loss:.4g} with your own module in plain torch, but "
         f"{results.of_replica.loss:.4g} on a replica (the gradient is "
         f"{_size_of(results.difference)}).",
-        f"To use it, {RETURN}; compute tensors from parameters in forward.",
-        "It reads what forward leaves on the module, such as an auxiliary loss, or "
-        "asks for gradients by your own parameters. No count=, reduction= or "
-        "whole_batch= says that.",
+        f"If the loss reads a value that forward sets on the module, {RETURN}. Compute "
+        "tensors from parameters in forward.",
+        "Or the loss computes gradients by your own parameters. No count=, reduction= "
+        "or whole_batch= says that.",
     )
 
 
@@ -247,9 +248,10 @@ def _state_between_parts(results: LookResults, _: Finding) -> Verdict:
         f"state of {module} or {loss}",
         f"{module} or {loss} gives another result when it is called again with the "
         "same rows.",
-        "Return a module's state from forward, and pass it as an input; change a "
-        "criterion's once per step, or let it see all rows (whole_batch=True; of the "
-        "pair: gather).",
+        "If the module has the state, return the state from forward, and pass it as an "
+        "input. If the criterion has it, change the state once per step, or let the "
+        "criterion see all rows: whole_batch=True (with the pair, call the criterion "
+        "on gather(outputs, device)).",
         "docs/limits.md, State in modules.",
     )
 
@@ -258,26 +260,26 @@ def _module_compares_rows(results: LookResults, finding: Finding) -> Verdict:
     module = _module_name(results)
     return _told(
         f"{module} compares rows",
-        f"{module} gives other outputs for a few rows than for parts of "
-        f"them: they differ by {finding.difference:.2g} of the "
-        f"largest entry (of {results.num_rows} rows).",
-        "Mask padding; check batch_first= and dim=; pass a value without rows as "
-        "Replicated(value), a list with one entry per row as Rows(list).",
-        "Compute what compares rows in the criterion, with whole_batch=True. A "
-        "home-made batch normalisation may ignore this.",
+        f"{module} gives other outputs for {results.num_rows} rows in one piece than "
+        f"in parts: the difference is {finding.difference:.2g} of the largest entry.",
+        "Mask padding. Check batch_first= and dim=. Pass a value without rows as "
+        "Replicated(value), and a list with one entry per row as Rows(list).",
+        "If the module compares rows with each other, do that in the criterion, with "
+        "whole_batch=True. With a home-made batch normalisation do nothing.",
     )
 
 
 def _outputs_of_a_part(results: LookResults, _: Finding) -> Verdict:
     if uses_number(results):
-        remedy = f"{NUMBER_REMEDY}, which sees all rows."
+        remedy = f"{NUMBER_REMEDY}, which gets all rows."
         return _refused(f"{NUMBER_PROBLEM}.", remedy.capitalize())
     return _refused(
         f"{name_of_loss(results.request)}: with whole_batch=True the gradient would be "
         f"{_size_of(results.difference)}.",
-        "The criterion reads what the last micro-batch left, such as a tensor that a "
-        "hook kept, or an output that has as many entries as a micro-batch has rows; "
-        f"{RETURN}, with one entry per row.",
+        "If a hook keeps a tensor for the criterion, return this tensor from forward, "
+        "with one entry per row. If an output has no rows, but as many entries as a "
+        "micro-batch happens to have rows, return it as "
+        f"output.unsqueeze({results.request.dim}).",
         "No count= or reduction= says that.",
     )
 
@@ -407,8 +409,8 @@ def _unknown(results: LookResults, _: Finding) -> Verdict:
         return _refused_combination(
             results,
             "If the loss adds something that does not depend on the rows, such as a "
-            "penalty on weights, multiply that by len(output) / the number of all "
-            "rows.",
+            "penalty on weights, add it outside of the criterion: "
+            "(engine.loss(…) + penalty(model)).backward().",
         )
     return _refused_combination(
         results,

@@ -133,6 +133,13 @@ def one_bit_off():
         yield
 
 
+def test_failed_step_does_not_lead_to_the_doctor(brief):
+    with one_bit_off():
+        verdicts = scatterpar.doctor(["cpu:0", "cpu:1"]).verdicts
+    step = next(v.text for v in verdicts if v.text.startswith("one exact step failed"))
+    assert step.endswith("do not trust any result of this machine")
+
+
 def test_engine_refuses_corrupting_memory(monkeypatch):
     """In a step, in inference, and again after the doctor has looked."""
     with seeded():

@@ -18,6 +18,7 @@ from scatterpar.checkup.small_step import (
     on_speed,
     on_step,
 )
+from scatterpar.devices.links import TO_THE_DOCTOR
 from scatterpar.devices.transfers import Transfers
 
 VIRTUAL = [torch.device("cpu", 0), torch.device("cpu", 1)]
@@ -39,6 +40,12 @@ def test_step_on_two_devices_is_exact():
 def test_each_warning_is_one_note():
     step = StepComparison(True, "gradients agree", ("too few rows", "too few rows"))
     assert kinds(on_step(step)) == ["fine", "note"]
+
+
+def test_note_does_not_lead_to_the_doctor():
+    step = StepComparison(True, "gradients agree", (f"corrupted{TO_THE_DOCTOR}",))
+    *_, note = on_step(step)
+    assert str(note) == "note: corrupted"
 
 
 def test_wrong_gradient_is_told(monkeypatch):

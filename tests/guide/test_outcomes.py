@@ -434,7 +434,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
     ),
     "a penalty beside a sum": (
         penalised(share=False),
-        "adds something that does not depend on the rows.*len.output. /",
+        "adds something that does not depend on the rows.*engine.loss.*penalty",
     ),
     "rows that count leaves out": (
         loss_of(positives, FEW, count=lambda _, labels: labels.sum()),
@@ -501,7 +501,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
             engine={"verify": False},
             whole_batch=True,
         ),
-        "another one for each micro-batch.*in the criterion",
+        "number that differs between micro-batches.*in the criterion",
     ),
     **{
         f"a number that forward computes{', whole_batch' * whole}, looked at": (
@@ -513,7 +513,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
     **{
         f"the gradient of {name}, injected{', ' + option if option else ''}": (
             case_of(make, **options),
-            "adds a gradient that is not that of the loss.*Return the auxiliary loss",
+            "adds a gradient that is not that of the loss.*auxiliary loss is computed from",
         )
         for name, make in INJECTED.items()
         for option, options in {
@@ -538,7 +538,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
                 accum=1 + 2 * whole,
                 options={"whole_batch": whole},
             ),
-            f"{REPLICA}.*To use it, return it.*an auxiliary loss.*count=, reduction= or "
+            f"{REPLICA}.*reads a value that forward sets.*return this value.*reduction= or "
             "whole_batch=.*verify=",
         )
         for name, of in LEFT_BEHIND.items()
@@ -691,19 +691,19 @@ TOLD: dict[str, tuple[Case, str]] = {
     ),
     "a queue of MoCo's": (
         case_of(Queue, accum=3),
-        "the buffer 'queue', the attribute 'calls', the attribute 'last': in each sub",
+        "the buffer 'queue', the attribute 'calls', the attribute 'last' to other",
     ),
     "a queue, one sub-step per replica": (
         case_of(Queue, accum=1),
-        "move the buffer 'queue', the attribute 'last', the attribute 'calls': in",
+        "move the buffer 'queue', the attribute 'last', the attribute 'calls' to other",
     ),
     "a list that forward passes append to": (
         case_of(net(appending, losses=[]), accum=1),
-        "move the attribute 'losses': in",
+        "move the attribute 'losses' to other",
     ),
     "a hidden state, one sub-step per replica": (
         case_of(net(carries, state=torch.zeros(CLASSES).double()), accum=1),
-        "move the attribute 'state': in",
+        "move the attribute 'state' to other",
     ),
 }
 
@@ -730,8 +730,8 @@ def test_moved_attributes_told_by_name(make):
         texts = said(engine, case, 9)
     name = "calls" if make is Queue else "state"
     assert len(texts) == 1
-    assert f"forward passes move the attribute {name!r}: in each sub-step" in texts[0]
-    assert "keep it in a buffer and train with one sub-step" in texts[0]
+    assert f"forward passes move the attribute {name!r} to other values" in texts[0]
+    assert "keep it in a buffer, and train on one replica with one sub-step" in texts[0]
 
 
 # --- silent ---
@@ -900,18 +900,21 @@ def test_hook_values_read_by_own_replica(devices):
     model[0].register_forward_hook(hook)
     with ScatterOnceParallel(model, 3, devices(3)) as engine:
         with pytest.warns(
-            UserWarning, match="criterion.*reads what forward passes leave behind"
+            UserWarning,
+            match="criterion.*reads a value that forward passes leave behind",
         ):
             engine.forward_backward(INPUTS, LABELS, criterion)
         for _ in range(4):
             assert_step(engine, INPUTS, LABELS, criterion)
-        with pytest.raises(ValueError, match="what the last micro-batch left"):
+        with pytest.raises(
+            ValueError, match="If a hook keeps a tensor for the criterion"
+        ):
             engine.forward_backward(INPUTS, LABELS, criterion, whole_batch=True)
     with ScatterOnceParallel(model, 2, ["cpu"]) as engine:  # there is no other replica
         assert_step(engine, INPUTS, LABELS, criterion)
 
 
-@pytest.mark.filterwarnings("ignore:.*reads what forward passes leave behind")
+@pytest.mark.filterwarnings("ignore:.*reads a value that forward passes leave behind")
 def test_checkpoint_writes_hook_values_in_own_turn(devices):
     """A checkpoint calls the layer again in the backward pass, and the hook writes."""
     layers, box = mlp(), {}

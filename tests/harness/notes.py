@@ -23,7 +23,7 @@ def note_of(replica, device, sub_step=None, sub_steps=1, rows=(0,)):
 
 def beginning_of_note(replica, device, sub_step=None, sub_steps=1):
     """What all notes on errors of this replica, and of this sub-step, begin with."""
-    note = note_of(replica, device, sub_step, sub_steps)
+    note, _, _ = note_of(replica, device, sub_step, sub_steps).partition(" (")
     num_parts = 1 if sub_step is None else 2
     parts = note.split(", ")
     return ", ".join(parts[:num_parts])

@@ -200,7 +200,7 @@ def test_no_call_after_one_that_fails(row, layout):
         engine.forward_backward(column(9))
     assert on_call.seen == list(range(row))
     assert engine.module.weight.grad is None
-    assert f"row {row}, counted from 0" in caught.value.__notes__[0]
+    assert f"row {row} (numbers begin at 0)" in caught.value.__notes__[0]
     assert len(caught.value.__notes__) == 1  # no other replica failed
     engine.module.on_call = lambda rows: None
     engine.forward_backward(column(9))

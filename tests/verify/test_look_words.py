@@ -33,30 +33,30 @@ def inconclusive(**options):
     [
         (
             look_words.turns_are_taken(asked()),
-            "the criterion MSELoss reads what forward passes leave behind",
-            "return it from forward",
+            "the criterion MSELoss reads a value that forward passes leave behind",
+            "return this value from forward",
         ),
         (
             look_words.state_is_moved(asked(), ["the buffer 'a'", "the number b"]),
-            "forward passes move the buffer 'a', the number b: in each sub-step",
-            "Change it once per step, outside of forward",
+            "forward passes move the buffer 'a', the number b to other values",
+            "Change this state once per step, outside of forward",
         ),
         (
             look_words.tensor_was_not_saved((3, 4)),
             "your code writes a tensor of shape (3, 4), above 64 MiB",
-            "Keep it in a buffer of the module",
+            "Keep this tensor in a buffer of the module",
         ),
         (
             look_words.several_candidates_fit(
                 "the criterion MSELoss", [A_SUM, BY_ROWS], LossWays(REMEDIES)
             ),
             "not show whether the criterion MSELoss is a sum or a mean over rows.",
-            f"It is taken for a sum until rows show it. {REMEDIES}",
+            f"The engine takes the loss for a sum until rows show it. {REMEDIES}",
         ),
         (
             look_words.another_candidate_fits(asked(remedies=REMEDIES), A_SUM),
             "the criterion MSELoss is a sum, as the rows of this step show.",
-            f"Earlier steps took it for a mean over rows. {REMEDIES}",
+            f"Earlier steps took the loss for a mean over rows. {REMEDIES}",
         ),
         (
             look_words.looks_are_inconclusive(
@@ -68,7 +68,7 @@ def inconclusive(**options):
         (
             look_words.looks_are_inconclusive(asked(), inconclusive(), A_SUM),
             "could not check how the criterion MSELoss combines the parts of a batch: ",
-            "It is taken for a sum. Pass count= for a mean over something else",
+            "The engine takes the loss for a sum. Pass count= for a mean over something else",
         ),
     ],
 )
@@ -82,7 +82,9 @@ def test_remedy_of_reason_before_that_of_caller():
     def remedy(request, **options):
         reason = inconclusive(**options)
         text = look_words.looks_are_inconclusive(request, reason, BY_ROWS)
-        return text.splitlines()[1].removeprefix("It is taken for a mean over rows. ")
+        return text.splitlines()[1].removeprefix(
+            "The engine takes the loss for a mean over rows. "
+        )
 
     assert remedy(asked(remedies=REMEDIES)) == REMEDIES
     assert remedy(asked(remedies=REMEDIES), remedy="Seed it.") == "Seed it."

@@ -28,7 +28,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ from torch.utils.hooks import RemovableHandle
 
 from scatterpar.calls.streams_of_calls import StreamsOfCalls
 from scatterpar.devices import coalescing
+from scatterpar.devices.bits import same_bits
 from scatterpar.devices.coalescing import iter_copies, tree_pairs
 from scatterpar.devices.copies import to_numbers
 from scatterpar.devices.transfers import Transfers
@@ -50,6 +50,8 @@ from scatterpar.step.commit import attach
 from scatterpar.step.reduce import sum_in_order
 from scatterpar.threads.workers import Workers
 from scatterpar.torch_private.autograd import (
+    HOOKS_AFTER,
+    HOOKS_BEFORE,
     at_end_of_pass,
     backward,
     current_graph_task,
@@ -59,7 +61,6 @@ from scatterpar.torch_private.autograd import (
 from scatterpar.torch_private.compiler import never_compiled
 from scatterpar.torch_private.tensors import version_counters_kept
 
-_HOOKS = attrgetter("_backward_hooks")
 # By replica (all except the first), the gradients of the user's tensors, by ``id``.
 ByReplica = list[dict[int, Tensor]]
 
@@ -138,6 +139,8 @@ class CallGradients:
         self._marks: dict[int, _Mark] = {}
         self._hooks: dict[int, RemovableHandle] = {}
         self._told = Told()
+        # One of replica 0's gradients, and its values as autograd has left them.
+        self._probe: tuple[Tensor, Tensor] | None = None
         # What is connected at present. The copies' graph refers to this object, so it
         # does not refer to them: such a cycle is never collected.
         self._replica_set: weakref.ref[ReplicaSet] | None = None
@@ -161,8 +164,15 @@ class CallGradients:
         trained = replica_set.slots.trained
         # A backward pass that does not use these must not reach them: autograd would
         # call their hooks without a gradient, or run a graph that it has freed.
+        tensors = [slot.tensor for slot in trained]
+        if any(map(HOOKS_BEFORE, tensors)) or any(map(HOOKS_AFTER, tensors)):
+            have_hooks = list(map(self._has_hooks, tensors))
+        else:
+            have_hooks = [False] * len(trained)
         alone = frozenset(
-            slot.number for slot in trained if not slot.is_leaf or _HOOKS(slot.tensor)
+            slot.number
+            for slot, has_hooks in zip(trained, have_hooks, strict=True)
+            if not slot.is_leaf or has_hooks
         )
         if slots is self._slots and alone == self._alone:
             return
@@ -303,7 +313,7 @@ class CallGradients:
         arrived = next(gradient for gradient in gradients if gradient is not None)
         # Autograd calls a hook without a gradient, too, and hooks do not expect that. A
         # tensor with hooks has a node of its own.
-        if not others and _HOOKS(tensor):
+        if not others and self._has_hooks(tensor):
             nothing[0] = torch.zeros_like(
                 arrived, dtype=tensor.dtype, device=tensor.device
             )
@@ -369,6 +379,11 @@ class CallGradients:
         self._passes.clear()
         self._release(())
 
+    def _has_hooks(self, tensor: Tensor) -> bool:
+        """Whether the user's tensor has hooks, beside ``_note``."""
+        after = HOOKS_AFTER(tensor) or ()
+        return bool(HOOKS_BEFORE(tensor)) or len(after) > (id(tensor) in self._hooks)
+
     # --- gradients that wait ---
 
     @property
@@ -416,7 +431,7 @@ class CallGradients:
         pairs = [pair for pair in pairs if pair[0].requires_grad]
         if not pairs:
             return
-        if any(_HOOKS(tensor) for tensor, _ in pairs):
+        if any(self._has_hooks(tensor) for tensor, _ in pairs):
             self._tell_of_parts()
         with torch.inference_mode(False), torch.enable_grad():
             device = pairs[0][0].device
@@ -434,14 +449,19 @@ class CallGradients:
         keys = self._waiting_of(optimizer)
         if not keys:
             return
+        if self._probe is not None:
+            # A GradScaler's unscaling raises no version, and ``.data`` neither.
+            gradient, before = self._probe
+            if not same_bits(gradient, before):
+                raise RuntimeError(_changed_while_waiting(gradient))
         self.add_waiting(keys)
         if self._told.mark("step"):
             warn(
                 "an optimizer steps while gradients wait at the replicas, because the "
                 "last backward pass was inside of no_sync(): they are added now, but "
-                "clipping, and other code that has read .grad before, has not seen "
-                "them; make the last backward pass before a step outside of "
-                "no_sync()"
+                "clipping, a GradScaler's unscaling, and other code that has read or "
+                "written .grad before, has not seen them; make the last backward pass "
+                "before a step outside of no_sync()"
             )
 
     def _waiting_of(self, optimizer: Optimizer) -> set[int]:
@@ -501,6 +521,8 @@ class CallGradients:
                 for key, gradient in gradients.items():
                     # Autograd drops replica 0's if it was frozen after the call.
                     if by_id[key].requires_grad:
+                        if gradient.requires_grad:  # ``create_graph=True``
+                            raise RuntimeError(_GRAPH_OF_PART)
                         self._tensors[key] = by_id[key]
                         _plus_in(of_replica, key, gradient.detach())
 
@@ -514,9 +536,30 @@ class CallGradients:
             if key not in self._hooks and tensor.requires_grad:
                 hook = tensor.register_post_accumulate_grad_hook(self._note)
                 self._hooks[key] = hook
+            if tensor.grad is None and tensor.requires_grad:
+                # Only others have one: this is replica 0's, which the user may drop.
+                arrived = next(of[key] for of in self._waiting if key in of)
+                tensor.grad = torch.zeros_like(
+                    arrived, dtype=tensor.dtype, device=tensor.device
+                )
             gradient = tensor.grad
             present = 0 if gradient is None else version(gradient)
             self._marks[key] = _Mark(gradient, present)
+        self._probe = self._probe_of_marks()
+
+    def _probe_of_marks(self) -> tuple[Tensor, Tensor] | None:
+        """The smallest gradient of replica 0's that has entries, and its values."""
+        gradients: list[Tensor] = []
+        for mark in self._marks.values():
+            gradient = mark.gradient
+            if gradient is None or gradient.layout != torch.strided:
+                continue
+            if gradient.numel():
+                gradients.append(gradient)
+        if not gradients:
+            return None
+        smallest = min(gradients, key=Tensor.numel)
+        return smallest, smallest.detach().clone()
 
     def _note(self, tensor: Tensor) -> None:
         """Autograd has accumulated a gradient, such as a penalty's; others wait."""
@@ -531,6 +574,8 @@ class CallGradients:
         # Autograd writes once, or not at all if nothing has arrived.
         is_known = tensor.grad is mark.gradient and present - mark.version in (0, 1)
         mark.is_changed |= not is_known
+        if self._probe is not None and self._probe[0] is mark.gradient:
+            self._probe = None
         mark.version = present
 
     def _release(self, keys: Iterable[int]) -> None:
@@ -540,6 +585,7 @@ class CallGradients:
         if self.is_waiting or self._passes:
             return
         self._marks.clear()
+        self._probe = None
         self._tensors.clear()
         for hook in self._hooks.values():
             hook.remove()
@@ -689,6 +735,12 @@ def _has_no_entry(gradient: Tensor) -> bool:
 _PARTLY_SELECTED = (
     "torch.autograd.grad (or backward(inputs=…)) of a module's parameters inside of "
     "no_sync() would have replica 0's part alone; call it outside of no_sync()"
+)
+
+_GRAPH_OF_PART = (
+    "backward(create_graph=True) inside of no_sync(): the gradients of other replicas "
+    "wait without their graphs, so gradients of gradients would be wrong; call it "
+    "outside of no_sync()"
 )
 
 

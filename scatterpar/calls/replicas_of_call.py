@@ -8,6 +8,9 @@ Parameters are sent when they have changed::
     pass, or of another
     mode, or after a
     failed one
+    a call without a    values, too: no backward pass follows, after which the next
+    graph, or of what   call would read them
+    is not trained
 """
 
 from __future__ import annotations
@@ -98,6 +101,8 @@ class ReplicasOfCall:
             is_read_again = self.gradients.were_added or is_other_mode
             # ``.data = values`` raises no version, either.
             is_read_again |= not are_in_place
+            # Such as a teacher, whose weights follow another module's.
+            is_read_again |= not is_recorded or not replica_set.slots.trained
             reads_values = seen != seen_before or is_read_again
             # Before values are read: a write meanwhile is seen by the next call.
             present = versions(replica_set.tensors)

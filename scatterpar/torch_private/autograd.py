@@ -44,8 +44,10 @@ def at_end_of_pass(function: Callable[[], object]) -> None:
 
 
 _USE_COUNT: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]  # no stub
-_HOOKS_BEFORE = attrgetter("_backward_hooks")
-_HOOKS_AFTER = attrgetter("_post_accumulate_grad_hooks")
+# Of a tensor, by number: those that get its gradient, and those that run after it was
+# accumulated. ``None`` if there never was one.
+HOOKS_BEFORE = attrgetter("_backward_hooks")
+HOOKS_AFTER = attrgetter("_post_accumulate_grad_hooks")
 _GRAPH: Any = torch.autograd.graph
 
 
@@ -62,7 +64,7 @@ def are_observed(leaves: Sequence[Tensor]) -> bool:
     """
     if max(map(_USE_COUNT, leaves), default=0) > 1:
         return True
-    return any(map(_HOOKS_BEFORE, leaves)) or any(map(_HOOKS_AFTER, leaves))
+    return any(map(HOOKS_BEFORE, leaves)) or any(map(HOOKS_AFTER, leaves))
 
 
 def drop_accumulator(leaf: Tensor) -> None:
@@ -84,7 +86,7 @@ def drop_accumulator(leaf: Tensor) -> None:
 @contextlib.contextmanager
 def hooks_taken_off(tensors: Sequence[Tensor]) -> Iterator[None]:
     """In the body, no hook that the user registered on one of these leaves runs."""
-    dictionaries = [*map(_HOOKS_BEFORE, tensors), *map(_HOOKS_AFTER, tensors)]
+    dictionaries = [*map(HOOKS_BEFORE, tensors), *map(HOOKS_AFTER, tensors)]
     saved = [(hooks, dict(hooks)) for hooks in dictionaries if hooks]
     try:
         for hooks, _ in saved:

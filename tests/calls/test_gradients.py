@@ -122,6 +122,58 @@ def test_clipping_before_the_pass_itself_is_refused(pair):
         losses[1].backward()
 
 
+def unscale(net, optimizer):
+    """It sees replica 0's part alone, and counts no write."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))  # begins it
+    scaler.unscale_(optimizer)
+
+
+UNCOUNTED_WRITES = {
+    "unscaled": unscale,
+    "set to zero": lambda net, _: [p.grad.data.zero_() for p in net.parameters()],
+    "clamped": lambda net, _: [
+        p.grad.data.clamp_(-1e-3, 1e-3) for p in net.parameters()
+    ],
+    "not a number": lambda net, _: [
+        p.grad.data.fill_(torch.nan) for p in net.parameters()
+    ],
+}
+
+
+@pytest.mark.parametrize("name", UNCOUNTED_WRITES)
+def test_step_after_write_that_is_not_counted(pair, name):
+    """Parts of the others would have been added as they were: 1,024 times as large."""
+    engine, net, _ = pair
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with engine.no_sync():
+        (1024 * loss_of(engine)).backward()
+    UNCOUNTED_WRITES[name](net, optimizer)
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    with pytest.raises(RuntimeError, match=r"no_sync\(\) was entered"):
+        optimizer.step()
+    torch.testing.assert_close(list(net.parameters()), before, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradients wait")
+def test_step_after_a_penalty_is_no_uncounted_write(pair):
+    engine, net, plain = pair
+    for call, module in ((engine, net), (plain, plain)):
+        with engine.no_sync():
+            loss_of(call).backward()
+            sum(p.square().sum() for p in module.parameters()).backward()
+        torch.optim.SGD(module.parameters(), 0.1).step()
+    torch.testing.assert_close(list(net.parameters()), list(plain.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_graph_of_gradients_refused_in_no_sync(pair):
+    engine, _, _ = pair
+    loss = loss_of(engine)
+    with engine.no_sync(), pytest.raises(RuntimeError, match="gradients of gradients"):
+        loss.backward(create_graph=True)
+
+
 def test_selected_gradients_refused_in_no_sync(pair):
     engine, net, _ = pair
     loss = loss_of(engine)
@@ -275,6 +327,90 @@ def test_hook_of_parameter_that_replica_0_skips(ids):
                 call(rows).square().sum().backward()
             call(rows).square().sum().backward()
     assert_gradients(net, gradients(plain))
+
+
+def zero_grad_of_part(net, optimizer):
+    net.second.zero_grad()
+
+
+def zero_grad_of_all(net, optimizer):
+    optimizer.zero_grad()
+
+
+DROPS = [zero_grad_of_part, zero_grad_of_all]
+
+
+def rows_without(replica_0):
+    """``Skips`` does not use its second layer for the first rows."""
+    rows = ROWS.clone()
+    rows[: 7 if replica_0 else len(rows), 0] = 0
+    return rows
+
+
+@pytest.mark.parametrize("drop", DROPS)
+@pytest.mark.parametrize("ids", LAYOUTS, ids="+".join)
+def test_what_replica_0_lacks_is_dropped(ids, drop):
+    """It came back: replica 0's ``.grad``, which tells, was ``None`` before, too."""
+    net, plain = build(Skips), build(Skips)
+    with ScatterOnceParallel(net, device_ids=ids, verify=False) as engine:
+        for call, module in ((engine, net), (plain, plain)):
+            optimizer = torch.optim.SGD(module.parameters(), 0.1)
+            with engine.no_sync():
+                call(rows_without(replica_0=True)).square().sum().backward()
+            drop(module, optimizer)
+            call(rows_without(replica_0=False)).square().sum().backward()
+    for name, gradient in gradients(plain).items():
+        present = dict(net.named_parameters())[name].grad
+        torch.testing.assert_close(present, gradient, msg=name)
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 3, sparse=True)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, rows):
+        used = rows[rows[:, 0] != 0]
+        output = rows[:, :3] * self.scale
+        if len(used):
+            return output + self.table(used[:, 1].long() % 5).sum()
+        return output
+
+
+def test_sparse_gradient_that_replica_0_lacks_stays_sparse():
+    net = build(Sparse)
+    ids = ["cpu", "cpu"]
+    with ScatterOnceParallel(net, device_ids=ids, verify=False) as engine:
+        with engine.no_sync():
+            engine(rows_without(replica_0=True)).sum().backward()
+            assert net.table.weight.grad.is_sparse
+        engine(rows_without(replica_0=True)).sum().backward()
+    assert net.table.weight.grad.is_sparse
+
+
+@pytest.mark.parametrize(
+    "register", ["register_hook", "register_post_accumulate_grad_hook"]
+)
+@pytest.mark.parametrize("ids", LAYOUTS, ids="+".join)
+def test_hook_does_not_run_for_what_no_replica_uses(ids, register):
+    """An optimizer that steps in a hook made its step again, with old gradients."""
+    counts = {}
+    for is_engine in (True, False):
+        net = build(Skips)
+        calls = []
+        getattr(net.second.weight, register)(calls.append)
+        made = ScatterOnceParallel(net, device_ids=ids, verify=False)
+        with made if is_engine else contextlib.nullcontext(net) as call:
+            for is_used in (True, False, True):
+                rows = rows_without(replica_0=True) if is_used else 0 * ROWS
+                call(rows).square().sum().backward()
+            calls_before = len(calls)
+            if is_engine:
+                with call.no_sync():
+                    call(rows_without(replica_0=True)).square().sum().backward()
+        counts[is_engine] = calls_before
+    assert counts == {True: 2, False: 2}
 
 
 def test_unused_parameter_has_no_gradient(pair):

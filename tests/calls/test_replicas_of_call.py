@@ -9,7 +9,7 @@ from harness.oracle import assert_close, build, randn
 from torch import nn
 
 from calls.programs import mlp
-from scatterpar import ScatterOnceParallel
+from scatterpar import DataParallelModel, ScatterOnceParallel
 from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.replicas import Replica
 
@@ -191,6 +191,51 @@ def test_write_without_version_is_sent(layout):
         for parameter in net.parameters():
             parameter.data.add_(parameter.grad, alpha=-0.1)
         assert_close(engine(ROWS).detach(), net(ROWS).detach(), "output")
+
+
+class Shifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = mlp()
+        self.register_buffer("shift", randn(3))
+
+    def forward(self, rows):
+        return self.layers(rows) + self.shift
+
+
+TEACHERS = {
+    "no_grad": (lambda net: net, torch.no_grad),
+    "no_grad, eval": (nn.Module.eval, torch.no_grad),
+    "frozen": (lambda net: net.requires_grad_(False), contextlib.nullcontext),
+    "frozen, eval": (
+        lambda net: net.eval().requires_grad_(False),
+        contextlib.nullcontext,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+@pytest.mark.parametrize("kind", [ScatterOnceParallel, DataParallelModel])
+def test_teacher_whose_weights_follow_without_version(layout, kind, name):
+    """As in DINO and mean teachers: it has no backward pass, after which values would
+    be read again, and ``.data`` raises no version.
+    """
+    prepare, grad_mode = TEACHERS[name]
+    net, plain = build(Shifted), build(Shifted)
+    student = [parameter.detach() + 1 for parameter in net.state_dict().values()]
+    prepare(net)
+    teacher = kind(net, device_ids=layout)
+    with grad_mode():
+        for _ in range(4):
+            outputs = teacher(ROWS)
+            if kind is DataParallelModel:
+                outputs = torch.cat([output.cpu() for output in outputs])
+            assert_close(outputs.detach(), plain(ROWS).detach(), "output")
+            for module in (net, plain):
+                for kept, followed in zip(
+                    module.state_dict().values(), student, strict=True
+                ):
+                    kept.data.mul_(0.5).add_(followed, alpha=0.5)
 
 
 # --- many small tensors in containers ---

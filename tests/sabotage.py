@@ -759,7 +759,7 @@ SABOTAGES = [
         place="CallGradients._has_hooks",
         text="or len(after) > (id(tensor) in self._hooks)",
         replacement="",
-        seen_by="test_hook_does_not_run_for_what_no_replica_uses",
+        seen_by="test_hook_of_unused_parameter_does_not_run",
     ),
     Sabotage(
         name="a call without a graph uses the values of the call before",
@@ -768,7 +768,7 @@ SABOTAGES = [
         place="ReplicasOfCall.refresh",
         text="is_read_again |= not is_recorded or not replica_set.slots.trained",
         replacement="",
-        seen_by="test_teacher_whose_weights_follow_without_version",
+        seen_by="test_teacher_follows_without_versions",
     ),
     Sabotage(
         name="a gradient that two parameters have is overwritten in a tree of four",

@@ -240,7 +240,7 @@ def _mapping_like(original: Any, keys: list[Any], children: Iterable[Any]) -> An
     mapping = copy.copy(original)
     if mapping is original:  # it cannot be changed
         return values
-    _forget_computed(mapping)
+    forget_computed(mapping)
     if isinstance(original, dict) or hasattr(type(original), "__copy__"):
         # Such a copy has values of its own, a default factory, and attributes.
         for key, child in values.items():
@@ -260,7 +260,7 @@ def _mapping_like(original: Any, keys: list[Any], children: Iterable[Any]) -> An
 def _object_like(original: Any, names: list[str], children: Iterable[Any]) -> Any:
     """An object of the original's class, with other values of these attributes."""
     result = copy.copy(original)
-    _forget_computed(result)
+    forget_computed(result)
     for name, child in zip(names, children, strict=True):
         object.__setattr__(result, name, child)  # of frozen dataclasses, too
     return result
@@ -279,11 +279,11 @@ def sequence_like(original: Any, children: Iterable[Any]) -> Any:
         list.extend(sequence, children)
     if hasattr(original, "__dict__"):
         vars(sequence).update(vars(original))
-        _forget_computed(sequence)
+        forget_computed(sequence)
     return sequence
 
 
-def _forget_computed(value: Any) -> None:
+def forget_computed(value: Any) -> None:
     """Drop the values of cached properties: they were computed from other contents."""
     attributes = getattr(value, "__dict__", {})
     for name in [*attributes]:

@@ -35,6 +35,7 @@ from scatterpar.step.substeps import user_state_guarded
 from scatterpar.step.task import ReplicaTask, make_tasks
 from scatterpar.threads.workers import Workers
 from scatterpar.torch_private.autograd import saved_tensors_hooks
+from scatterpar.torch_private.tensors import version_counters_kept
 from scatterpar.verify.choice import candidate_of
 from scatterpar.verify.look_request import LookRequest, LossWays, is_open_between
 from scatterpar.verify.look_results import name_of_loss
@@ -285,8 +286,10 @@ def _ask(
         attempt = _attempt_of(call, request, plan)
         task = _task_of(attempt)
         look_request = LookRequest(attempt, request, task, True, known, ways)
+        # A graph of the call may have saved a buffer, which the look puts back.
+        tensors = attempt.replicas.of_model.tensors
         # The user's hooks see no gradient of a look.
-        with user_state_guarded(attempt):
+        with user_state_guarded(attempt), version_counters_kept(tensors):
             return verifier.look_at(look_request, kind)
 
 

@@ -88,6 +88,7 @@ def read_later(
             result = copy.copy(output)
             # Past a user's method, which may make an entry of it.
             object.__setattr__(result, "__class__", kind)
+            nested.forget_computed(result)
     except TypeError:  # another layout, such as slots
         return None
     for name, value in entries.items():

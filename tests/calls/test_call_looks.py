@@ -6,7 +6,14 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from harness.oracle import assert_close, build, randint, randn
+from harness.oracle import (
+    assert_close,
+    assert_gradients,
+    build,
+    gradients,
+    randint,
+    randn,
+)
 from harness.pairwise import few_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -28,6 +35,33 @@ def test_right_call_is_silent():
         with engine_of(lambda self, rows: self.net(rows)) as engine:
             for _ in range(4):
                 engine(ROWS).sum().backward()
+
+
+class Normalises(nn.Module):
+    """Writes buffers in place that its graph needs, as running normalisers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, rows):
+        self.count += 1
+        self.scale.mul_(1.5)
+        return self.net(rows) * self.count * self.scale
+
+
+@pytest.mark.parametrize("layout", [["cpu"] * 2, ["cpu:0", "cpu:1", "cpu:0"]])
+def test_look_leaves_buffers_to_graphs(layout):
+    """It has put back what its own runs wrote, and torch refused the backward pass."""
+    net, plain = build(Normalises), build(Normalises)
+    with ScatterOnceParallel(net, device_ids=layout) as engine:
+        for _ in range(5):
+            for call in (engine, plain):
+                call.zero_grad()
+                call(ROWS).square().sum().backward()
+            assert_gradients(net, gradients(plain))
 
 
 def test_rows_that_meet_are_told():

@@ -378,7 +378,7 @@ class Sparse(nn.Module):
         return output
 
 
-def test_sparse_gradient_that_replica_0_lacks_stays_sparse():
+def test_lacked_sparse_gradient_stays_sparse():
     net = build(Sparse)
     ids = ["cpu", "cpu"]
     with ScatterOnceParallel(net, device_ids=ids, verify=False) as engine:
@@ -393,7 +393,7 @@ def test_sparse_gradient_that_replica_0_lacks_stays_sparse():
     "register", ["register_hook", "register_post_accumulate_grad_hook"]
 )
 @pytest.mark.parametrize("ids", LAYOUTS, ids="+".join)
-def test_hook_does_not_run_for_what_no_replica_uses(ids, register):
+def test_hook_of_unused_parameter_does_not_run(ids, register):
     """An optimizer that steps in a hook made its step again, with old gradients."""
     counts = {}
     for is_engine in (True, False):

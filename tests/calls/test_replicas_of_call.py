@@ -216,7 +216,7 @@ TEACHERS = {
 
 @pytest.mark.parametrize("name", TEACHERS)
 @pytest.mark.parametrize("kind", [ScatterOnceParallel, DataParallelModel])
-def test_teacher_whose_weights_follow_without_version(layout, kind, name):
+def test_teacher_follows_without_versions(layout, kind, name):
     """As in DINO and mean teachers: it has no backward pass, after which values would
     be read again, and ``.data`` raises no version.
     """

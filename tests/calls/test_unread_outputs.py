@@ -1,6 +1,7 @@
 """Entries beside a loss are joined when they are read; the type stays."""
 
 import copy
+import functools
 import gc
 import pickle
 import weakref
@@ -201,3 +202,29 @@ def test_field_with_a_slot_is_joined(layout):
     output, expected, _ = called(SlottedOutput, layout)
     assert type(output) is SlottedOutput
     assert_close(output.logits.detach(), expected.logits.detach(), "logits")
+
+
+@dataclass
+class Cached:
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+    @functools.cached_property
+    def sizes(self):
+        return self.logits.abs().sum(1)
+
+
+def test_computed_property_is_that_of_all_rows(layout):
+    """``forward`` has read it: the first replica's rows alone were its value."""
+
+    def forward(self, rows):
+        logits = self.net(rows)
+        output = Cached(logits.square().mean(), logits)
+        assert output.sizes is output.sizes
+        return output
+
+    net = build(lambda: Own(forward, net=mlp()))
+    with ScatterOnceParallel(net, device_ids=layout, verify=False) as engine:
+        output = engine(ROWS)
+    assert len(output.sizes) == len(ROWS)
+    assert_close(output.sizes, output.logits.abs().sum(1), "sizes")

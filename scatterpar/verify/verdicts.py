@@ -260,8 +260,9 @@ def _module_compares_rows(results: LookResults, finding: Finding) -> Verdict:
     module = _module_name(results)
     return _told(
         f"{module} compares rows",
-        f"{module} gives other outputs for {results.num_rows} rows in one piece than "
-        f"in parts: the difference is {finding.difference:.2g} of the largest entry.",
+        f"{module} gives other outputs for a few rows in one piece than for the same "
+        f"rows in parts: for {results.num_rows} rows the difference is "
+        f"{finding.difference:.2g} of the largest entry.",
         "Mask padding. Check batch_first= and dim=. Pass a value without rows as "
         "Replicated(value), and a list with one entry per row as Rows(list).",
         "If the module compares rows with each other, do that in the criterion, with "

@@ -667,7 +667,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         graph: each replica runs its rows in one pass, and ``backward()`` adds the
         gradients of all replicas to the parameters, unless it runs inside of
         ``no_sync()``. In training mode under ``torch.no_grad()`` rows are divided and
-        random numbers drawn in the same way. Without a graph in evaluation mode, with
+        random numbers drawn in the same way, and so are those of a module with hooks.
+        Otherwise, without a graph in evaluation mode, with
         ``buffers="batch"`` or with a ``process_group``, rows run in micro-batches. With
         ``accum="auto"`` such a call starts again with more sub-steps if it runs out of
         memory.
@@ -703,7 +704,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             if is_of_ranks:
                 raise ValueError(_BELONGS_TO_STEPS)
             return self.call_part(self.module, *arguments)
-        if not is_of_ranks and any(part.training for part in self.module.modules()):
+        if not is_of_ranks and self._calls.is_one_pass():
             return self.call_part(self.module, *arguments)
         return self._map(self.module, inputs, kwargs)
 

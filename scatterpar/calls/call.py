@@ -42,6 +42,7 @@ from scatterpar.calls.replicas_of_call import (
     ReplicasOfCall,
     first_computed,
     modules_in,
+    user_hooks,
 )
 from scatterpar.calls.unread_outputs import (
     entries_by_name,
@@ -157,6 +158,14 @@ class Calls:
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     return True
         return False
+
+    def is_one_pass(self) -> bool:
+        """Whether a replica computes its rows in one pass without a graph, too.
+
+        In training mode, and if the user has hooks, which keep tensors of all rows.
+        """
+        modules = modules_in(self._root)
+        return any(module.training for module in modules) or bool(user_hooks(modules))
 
     def call(
         self, module: nn.Module, arguments: Arguments, options: CallOptions

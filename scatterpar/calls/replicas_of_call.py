@@ -199,19 +199,9 @@ class ReplicasOfCall:
 
     def _find_boxes(self) -> None:
         """Find containers that hooks close over: replicas fill their own."""
-        hooks: list[Any] = []
         if not isinstance(self.root, nn.Module):  # such as a partial
             return
-        for module in modules_in(self.root):
-            for registry in (
-                module._forward_hooks,
-                module._forward_pre_hooks,
-                module._backward_hooks,
-                module._backward_pre_hooks,
-            ):
-                if registry:
-                    hooks += registry.values()
-        hooks = [hook for hook in hooks if is_user_function(hook)]
+        hooks = user_hooks(modules_in(self.root))
         if hooks and len(self.device_ids) > 1 and not self._has_told_of_hooks:
             self._has_told_of_hooks = True
             warn(
@@ -240,6 +230,21 @@ def modules_in(root: nn.Module) -> list[nn.Module]:
                 seen.add(child)
                 modules.append(child)
     return modules
+
+
+def user_hooks(modules: Sequence[nn.Module]) -> list[Any]:
+    """The hooks of ``modules`` that are functions of the user's."""
+    hooks: list[Any] = []
+    for module in modules:
+        for registry in (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        ):
+            if registry:
+                hooks += registry.values()
+    return [hook for hook in hooks if is_user_function(hook)]
 
 
 def first_computed(modules: Sequence[nn.Module]) -> Tensor | None:

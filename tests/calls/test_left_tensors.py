@@ -92,3 +92,51 @@ def test_buffer_with_a_graph_is_joined():
         engine(ROWS)
     assert net.hidden.requires_grad
     assert_close(net.hidden.detach(), net.net[0](ROWS).detach(), "hidden")
+
+
+def into_dict(kept):
+    return lambda module, inputs, output: kept.__setitem__("a", output.detach())
+
+
+def into_list(kept):
+    return lambda module, inputs, output: kept.append(output.detach())
+
+
+def with_shift(shift):
+    """What it adds is trained, and no parameter of the module."""
+    return lambda module, inputs, output: output + shift
+
+
+@pytest.mark.filterwarnings("ignore:hooks inside of the module")
+@pytest.mark.parametrize("micro_batch_size", [None, 1])
+@pytest.mark.parametrize("layout", [["cpu"] * 2, ["cpu:0", "cpu:1", "cpu:0"]])
+def test_hooks_in_evaluation_keep_all_rows(layout, micro_batch_size):
+    """They got the rows of one replica, or of each in the order of arrival."""
+    net = build(mlp).eval()
+    first, several = {}, []
+    expected = net[:2](ROWS).detach()
+    net[1].register_forward_hook(into_dict(first))
+    net[1].register_forward_hook(into_list(several))
+    engine = ScatterOnceParallel(
+        net, device_ids=layout, micro_batch_size=micro_batch_size
+    )
+    with engine, torch.no_grad():
+        engine(ROWS)
+        engine(ROWS[:5])
+    assert_close(first["a"], expected[:5], "of the last call")
+    assert_close(torch.cat(several), torch.cat([expected, expected[:5]]), "of both")
+
+
+@pytest.mark.filterwarnings("ignore:hooks inside of the module")
+@pytest.mark.parametrize("layout", [["cpu"] * 2, ["cpu:0", "cpu:1", "cpu:0"]])
+def test_frozen_module_in_evaluation_trains_a_hook(layout):
+    """Steering vectors: no parameter of the module required grad."""
+    shifts = []
+    for is_engine in (True, False):
+        net = build(mlp).eval().requires_grad_(False)
+        shift = torch.nn.Parameter(torch.zeros(8, dtype=ROWS.dtype))
+        net[0].register_forward_hook(with_shift(shift))
+        call = ScatterOnceParallel(net, device_ids=layout) if is_engine else net
+        call(ROWS).square().sum().backward()
+        shifts.append(shift.grad)
+    assert_close(*shifts, "gradient")

@@ -15,7 +15,7 @@ A single piece is returned as it is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from typing import Any, Literal
 
@@ -153,21 +153,43 @@ def tensors_by_place(
 
     Not those in lists with one entry per row, whose entries are of different rows.
     """
+    return [
+        values
+        for values in _values_by_place(pieces, rows, dim, lists)
+        if all(isinstance(value, Tensor) for value in values)
+    ]
+
+
+def lists_by_place(
+    pieces: Sequence[Any], rows: Sequence[int], dim: int, lists: Lists
+) -> list[list[list[Any]]]:
+    """The lists that ``join_rows`` does not concatenate: per place, one of each piece."""
+    return [
+        values
+        for values in _values_by_place(pieces, rows, dim, lists)
+        if all(isinstance(value, list) for value in values)
+    ]
+
+
+def _values_by_place(
+    pieces: Sequence[Any], rows: Sequence[int], dim: int, lists: Lists
+) -> Iterator[list[Any]]:
+    """Per place, the values of all pieces: a container before its children.
+
+    Not those in lists with one entry per row, whose entries are of different rows.
+    """
     # The outermost list, as in ``join_rows``.
     if lists != "never" and _are_entries(pieces, rows, dim, "always"):
-        return []
+        return
 
-    def tensors_of(values: Sequence[Any]) -> list[list[Tensor]]:
-        if all(isinstance(value, Tensor) for value in values):
-            return [list(values)]
+    def values_of(values: Sequence[Any]) -> Iterator[list[Any]]:
         if _are_entries(values, rows, dim, lists):
-            return []
-        places: list[list[Tensor]] = []
+            return
+        yield list(values)
         for children in zip(*map(nested.children_of, values), strict=False):
-            places += tensors_of(children)
-        return places
+            yield from values_of(children)
 
-    return tensors_of(pieces)
+    yield from values_of(pieces)
 
 
 def require_same_or_rows(

@@ -97,6 +97,7 @@ def look(
             task,
             deadline,
             precision=precision,
+            rows_of_substeps=choice.rows_of_substeps,
         )
         return ReplicaLook(runs, choice)
 
@@ -333,6 +334,7 @@ class ReplicaLook:
             results.difference,
             tolerance,
             runs.rounding.coarsest_eps,
+            runs.sizes_without_rows,
         )
 
     def answer_of_step(

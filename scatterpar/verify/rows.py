@@ -90,6 +90,13 @@ class RowChoice:
             ordered.append(row)
         return _unequal(ordered)
 
+    @property
+    def rows_of_substeps(self) -> int | None:
+        """The number of rows of each micro-batch of the step; ``None`` if they differ,
+        or if the step does not divide its batch.
+        """
+        return common_size(self.plan) if self.is_divided else None
+
     @functools.cached_property
     def _rows_without_terms(self) -> list[int]:
         """The rows of which a mask has zeros alone, then those that have ignored labels
@@ -178,6 +185,12 @@ def affordable_rows(tensors: Sequence[Tensor], num_rows: int) -> int:
 def parts_of_plan(plan: Plan) -> Parts:
     """The rows of each micro-batch of a plan."""
     return [range(*span) for share in plan.shares for span in share.micro_batches]
+
+
+def common_size(plan: Plan) -> int | None:
+    """The number of rows of each micro-batch; ``None`` if they differ."""
+    sizes = set(plan.substep_rows)
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def positions_of(parts: Parts) -> list[range]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.batch.batch import Batch
-from scatterpar.batch.joining import join_rows
+from scatterpar.batch.joining import join_rows, lists_by_place, tensors_by_place
 from scatterpar.devices.copies import to_numbers
 from scatterpar.numerics.constant_numbers import ConstantNumbers
 from scatterpar.numerics.nudges import nudged
@@ -34,6 +34,7 @@ from scatterpar.replicas.replicas import Replica, ReplicaSet
 from scatterpar.spans import Part
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss import loss_of
+from scatterpar.step.reduce import lists_in_outputs
 from scatterpar.step.request import Request
 from scatterpar.step.row_writes import KnownWrites, RowWrites
 from scatterpar.step.substeps import set_aside
@@ -89,7 +90,10 @@ class Runs:
         rounding: the formats that runs have rounded to.
         leaves: those whose gradients are compared.
         backward_calls: whether the replica's backward passes have called modules.
-        taken_for_rows: the shape of an output without rows that the step would join.
+        taken_for_rows: the shape of an output without rows that the step would join, or
+            the length of a list.
+        sizes_without_rows: the sizes along ``dim`` of outputs without rows, which a
+            step with micro-batches of one of these sizes would join.
         pairs_of_rows: the shape of an output with an entry for each pair of rows, which
             parts have for their own rows alone.
     """
@@ -103,8 +107,13 @@ class Runs:
         *,
         precision: Precision = Precision.SINGLE,
         draws_constants: bool = False,
+        rows_of_substeps: int | None = None,
     ) -> None:
-        """After ``deadline``, a time of ``time.monotonic``, runs are inconclusive."""
+        """After ``deadline``, a time of ``time.monotonic``, runs are inconclusive.
+
+        ``rows_of_substeps`` is the number of rows of each micro-batch of the step;
+        ``None`` if they differ, or if there is one.
+        """
         replica_sets = attempt.replicas.replica_sets
         self.request = request
         # Apart, so that a run that needs the outputs alone copies no targets.
@@ -144,11 +153,10 @@ class Runs:
         self._has_reentrant = False
         self.backward_calls = BackwardCalls()
         self._shapes_at_once: list[torch.Size] = []
-        self.taken_for_rows: torch.Size | None = None
+        self.taken_for_rows: torch.Size | int | None = None
+        self.sizes_without_rows: set[int] = set()
         self.pairs_of_rows: torch.Size | None = None
-        # Of each micro-batch of the step; ``None`` if they differ.
-        sizes = attempt.plan.substep_rows
-        self._rows_of_substeps = sizes[0] if len(set(sizes)) == 1 < len(sizes) else None
+        self._rows_of_substeps = rows_of_substeps
 
     def at_once(
         self, rows: Part, task: ReplicaTask | None = None, *, scale: float = 1.0
@@ -307,66 +315,89 @@ class Runs:
         What has no rows is that of the first part. If others differ, the step may take
         their entries for rows, and a loss that reads them differs here, too.
         """
-        tensors = nested.tensors(outputs[0])
+        dim = self.request.dim
+        sizes = [len(part) for part in parts]
+        lists = lists_in_outputs(self.request.batches)
+        places = tensors_by_place(outputs, sizes, dim, lists)
         # The run of all rows comes first, and shows the shapes for their number.
         if len(outputs) == 1:
-            self._shapes_at_once = [tensor.shape for tensor in tensors]
+            self._shapes_at_once = [tensors[0].shape for tensors in places]
             return outputs[0]
         # The number of rows tells what has none, also if each part has as many.
-        constants: list[int] = []
-        shapes = enumerate(zip(tensors, self._shapes_at_once, strict=False))
-        for position, (tensor, shape) in shapes:
-            if tensor.ndim and tensor.shape == shape:
-                constants.append(position)
-        is_marked = any(batch.has_marked_rows for batch in self.request.batches)
-        # Lists of tensors may be those of rows.
-        if not is_marked:
-            self._note_taken_for_rows([tensors[position] for position in constants])
-        sizes = [len(part) for part in parts]
-        # Nothing joins them. A loss that does not read them is right.
-        constants += self._note_pairs_of_rows(outputs, sizes)
+        constants: list[Tensor] = []
+        # With other numbers a list has one entry per row in one of the runs alone.
+        if len(places) == len(self._shapes_at_once):
+            for (tensor, *_), shape in zip(places, self._shapes_at_once, strict=True):
+                if tensor.ndim and tensor.shape == shape:
+                    constants.append(tensor)
+                    self._note_without_rows(tensor)
+            # Nothing joins them. A loss that does not read them is right.
+            constants += self._note_pairs_of_rows(places, sizes)
+        if lists != "never":
+            self._note_lists_without_rows(
+                lists_by_place(outputs, sizes, dim, lists), sizes
+            )
+        positions = {
+            id(tensor): position
+            for position, tensor in enumerate(nested.tensors(outputs[0]))
+        }
         # By the sizes of these parts, not of the step's, which join in the same way.
         return join_rows(
             outputs,
-            self.request.dim,
+            dim,
             sizes,
             sizes,
-            lists="if clear" if is_marked else "never",
-            constants=constants,
+            lists=lists,
+            constants=[positions[id(tensor)] for tensor in constants],
         )
 
-    def _note_taken_for_rows(self, constants: Sequence[Tensor]) -> None:
-        """Note tensors without rows that the step joins, since they have as many
-        entries as each micro-batch has rows.
+    def _note_without_rows(self, tensor: Tensor) -> None:
+        """Note a tensor without rows, which a step joins if it has as many entries as
+        each micro-batch has rows.
         """
         dim = self.request.dim
-        for tensor in constants:
-            has_dimension = -tensor.ndim <= dim < tensor.ndim
-            if has_dimension and tensor.size(dim) == self._rows_of_substeps:
+        if -tensor.ndim <= dim < tensor.ndim:
+            size = tensor.size(dim)
+            self.sizes_without_rows.add(size)
+            if size == self._rows_of_substeps:
                 self.taken_for_rows = tensor.shape
 
+    def _note_lists_without_rows(
+        self, places: Sequence[Sequence[list[Any]]], sizes: Sequence[int]
+    ) -> None:
+        """Note lists without rows, as ``_note_without_rows`` does."""
+        for values in places:
+            have_rows: list[bool] = []
+            for value, size in zip(values, sizes, strict=True):
+                for tensor in nested.tensors(value):
+                    shape = tensor.shape[self.request.dim :][:1]
+                    have_rows.append(shape == (size,))
+            # Of tensors with rows: each of them is joined.
+            if have_rows and all(have_rows):
+                continue
+            size = len(values[0])
+            self.sizes_without_rows.add(size)
+            if size == self._rows_of_substeps:
+                self.taken_for_rows = size
+
     def _note_pairs_of_rows(
-        self, outputs: Sequence[Any], sizes: Sequence[int]
-    ) -> list[int]:
+        self, places: Sequence[Sequence[Tensor]], sizes: Sequence[int]
+    ) -> list[Tensor]:
         """Note tensors with an entry for each pair of rows, such as scores of images
-        and texts. Returns their positions.
+        and texts. Returns those of the first part.
         """
-        shapes_by_part: list[list[torch.Size]] = []
-        for output in outputs:
-            shapes = [tensor.shape for tensor in nested.tensors(output)]
-            shapes_by_part.append(shapes)
-        by_tensor = zip(self._shapes_at_once, *shapes_by_part, strict=False)
-        positions: list[int] = []
-        for position, (shape, *shapes) in enumerate(by_tensor):
+        of_pairs: list[Tensor] = []
+        for tensors, shape in zip(places, self._shapes_at_once, strict=True):
+            shapes = [tensor.shape for tensor in tensors]
             if {len(shape)} != {*map(len, shapes)}:
                 continue
             for dim, size in enumerate(shape):
                 is_of_rows = size == sum(sizes) and dim != self.request.dim % len(shape)
                 if is_of_rows and [part[dim] for part in shapes] == [*sizes]:
                     self.pairs_of_rows = shape
-                    positions.append(position)
+                    of_pairs.append(tensors[0])
                     break
-        return positions
+        return of_pairs
 
     def nudge(self, number: int, eps: float | None = None) -> None:
         """Nudge the replica's parameters in new memory: others do not see it."""

@@ -186,6 +186,8 @@ class Kind:
         stage: what the looks have said so far.
         not_refuted: the words of a call's candidates that looks leave, the best first.
         has_assumed: a step has taken one of several candidates that differ in it.
+        sizes_without_rows: those of outputs that have no rows; a step whose
+            micro-batches have as many rows would join such an output.
     """
 
     steps: int = 0
@@ -198,6 +200,7 @@ class Kind:
     stage: Stage = Stage.ASKED
     not_refuted: Sequence[str] = ()
     has_assumed: bool = False
+    sizes_without_rows: set[int] = field(default_factory=set)
 
     def remaining(self, candidates: Sequence[LossCandidate]) -> Sequence[LossCandidate]:
         """Those of a call's candidates that looks leave; the first one is assumed."""
@@ -222,6 +225,13 @@ class Kind:
         most = _LOOKS_BECAUSE_OF_NEWS + self.steps // _STEPS_PER_LOOK
         is_due = has_news and self.looks < most
         return is_due or is_look_step(self.steps)
+
+    def may_join(self, rows_of_substeps: int | None) -> bool:
+        """Whether a step with micro-batches of so many rows would join an output that
+        has none.
+        """
+        is_asked = self.stage is not Stage.GIVEN_UP
+        return is_asked and rows_of_substeps in self.sizes_without_rows
 
     def _remember_ranges(self, ranges: Sequence[Tensor]) -> bool:
         """Remember the ranges of a step.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from scatterpar.causes.cause_list import first_finding
@@ -98,6 +98,8 @@ class LookReport:
         difference: the relative difference between the results, which the GPUs' page
             shows, with the ``tolerance`` that it stayed within.
         eps: that of the coarsest format that the runs have shown.
+        sizes_without_rows: those of outputs that a step with micro-batches of this size
+            would join.
     """
 
     verdict: Verdict
@@ -106,6 +108,7 @@ class LookReport:
     difference: float = math.inf
     tolerance: float = 0.0
     eps: float = 0.0
+    sizes_without_rows: Collection[int] = ()
 
     @property
     def misfit(self) -> float:
@@ -169,8 +172,18 @@ def error_of_replica(
     return replace(verdict, error=error)
 
 
-def taken_for_rows(shape: Sequence[int], dim: int) -> Verdict:
-    """The verdict on an output that a join would take for rows."""
+def taken_for_rows(shape: Sequence[int] | int, dim: int) -> Verdict:
+    """The verdict on an output that a join would take for rows.
+
+    ``shape`` is that of a tensor, or the length of a list.
+    """
+    if isinstance(shape, int):
+        return _refused(
+            f"an output that is a list of {shape} values has no rows, but as many "
+            f"values as each micro-batch has rows, so that the lists of all "
+            f"micro-batches would be joined.",
+            "Return it as a tuple, or pass another number of sub-steps.",
+        )
     return _refused(
         f"an output of shape {tuple(shape)} has no rows, but as many entries along "
         f"dim={dim} as each micro-batch has rows, so that the outputs of all "

@@ -36,6 +36,7 @@ from scatterpar.verify.look_request import (
     choose_rows,
     is_open_between,
 )
+from scatterpar.verify.rows import common_size
 from scatterpar.verify.schedule import Kind, Kinds, Stage, ranges_of_step
 from scatterpar.verify.verdicts import Action, LookReport, Verdict
 
@@ -78,7 +79,10 @@ class Verifier:
         flags = attempt.replicas.of_model.flags
         with attempt.span("verify"):
             kind, details = self.kinds.kind_of(request, is_divided, flags)
-            if kind.count_step(ranges_of_step(request), details):
+            is_due = kind.count_step(ranges_of_step(request), details)
+            # A last batch may have as many rows per micro-batch as a table has entries.
+            may_join = is_divided and kind.may_join(common_size(attempt.plan))
+            if is_due or may_join:
                 candidates = [candidate_of(request)]
                 look_request = LookRequest(
                     attempt, request, task, is_divided, candidates, LossWays()
@@ -242,6 +246,7 @@ class Verifier:
             self.warn(("lost", shape), look_words.tensor_was_not_saved(shape))
         if report.verdict.action is Action.WARN:
             self.warn(report.verdict.subject, report.verdict.text)
+        kind.sizes_without_rows.update(report.sizes_without_rows)
         kind.note_agreement()
 
     def _widen_turns(self, look_request: LookRequest, kind: Kind, scope: Scope) -> None:

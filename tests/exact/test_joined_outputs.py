@@ -375,6 +375,116 @@ def test_lists_of_rows_joined_in_a_step(devices, forward, criterion, whole, accu
             assert_close(actual, values.detach(), "returned nodes")
 
 
+def stacked_rows(rows):
+    return torch.stack(rows) if isinstance(rows, list) else rows
+
+
+def with_table(m, rows, *_):
+    return m.linear(stacked_rows(rows)), m.table * 1.0
+
+
+def with_constant(m, rows, *_):
+    return m.linear(stacked_rows(rows)), m.linear.weight.new_ones(4, CLASSES)
+
+
+def with_list(m, rows, *_):
+    """A list of four tables, none of which has four entries."""
+    return m.linear(stacked_rows(rows)), [m.table[:3], m.table[1:], m.wide, m.wide]
+
+
+def with_numbers_of_layers(m, rows, *_):
+    return m.linear(stacked_rows(rows)), [0.1, 0.2, 0.3, 0.4]
+
+
+def with_list_of_views(m, rows, *_):
+    """A list of two tensors with rows, which no number of rows makes one of rows."""
+    scores = m.linear(stacked_rows(rows))
+    return scores, [scores, 2.0 * scores]
+
+
+def beside_extra(outputs, _):
+    scores, extra = outputs
+    values = extra if isinstance(extra, list) else [extra]
+    sums = [v.square().sum() if isinstance(v, torch.Tensor) else v for v in values]
+    return scores.logsumexp(1).std() + sum(sums)
+
+
+def module_with(forward):
+    tables = {"table": (4, CLASSES), "wide": (5, CLASSES)}
+    model = Of(forward, linear=linear())
+    for name, shape in tables.items():
+        setattr(model, name, nn.Parameter(randn(*shape)))
+    return model
+
+
+MARKED = {
+    "inputs": (Rows(list(ROWS[:8])), None),
+    "targets": (ROWS[:8], Rows(list(range(8)))),
+    "beside tensors": ((ROWS[:8], Rows([{"name": "a"}] * 8)), None),
+}
+
+
+@pytest.mark.parametrize("where", MARKED)
+@pytest.mark.parametrize(
+    ("forward", "accum", "words"),
+    [
+        (with_table, 1, r"shape \(4, 4\) has no rows, but as many entries"),
+        (with_constant, 1, r"shape \(4, 4\) has no rows, but as many entries"),
+        (with_table, 2, None),
+        (with_list_of_views, 2, None),
+        (with_list_of_views, 4, None),
+    ],
+)
+def test_table_beside_marked_rows(devices, forward, accum, words, where):
+    """The table was joined in silence, and its gradient counted twice."""
+    model = module_with(forward)
+    expected, its = whole_batch(model, ROWS[:8], None, beside_extra)
+    with ScatterOnceParallel(model, accum, devices(2)) as engine:
+        if words is not None:
+            with nothing_changes(model), pytest.raises(ValueError, match=words):
+                engine.forward_backward(*MARKED[where], beside_extra, whole_batch=True)
+            return
+        loss = engine.forward_backward(*MARKED[where], beside_extra, whole_batch=True)
+    assert_close(loss, expected, "loss")
+    assert_gradients(model, its)
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("forward", [with_list, with_numbers_of_layers])
+def test_list_beside_rows(devices, forward, accum):
+    """A list with as many values as each micro-batch has rows was joined."""
+    model = module_with(forward)
+    expected, its = whole_batch(model, ROWS[:8], None, beside_extra)
+    rows = Rows(list(ROWS[:8]))
+    with ScatterOnceParallel(model, accum, devices(2)) as engine:
+        if accum == 1:
+            words = "a list of 4 values has no rows"
+            with nothing_changes(model), pytest.raises(ValueError, match=words):
+                engine.forward_backward(rows, None, beside_extra, whole_batch=True)
+            return
+        loss = engine.forward_backward(rows, None, beside_extra, whole_batch=True)
+    assert_close(loss, expected, "loss")
+    assert_gradients(model, its)
+
+
+def test_table_of_a_last_batch_refused(devices):
+    """The third step has a table's number of rows, and no check is due."""
+    model = module_with(with_table)
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        for rows in (10, 10, 8, 10, 10, 8):
+            batch = ROWS[:rows], torch.arange(rows) % 2
+            model.zero_grad()
+            if rows == 8:
+                words = "has no rows, but as many entries"
+                with nothing_changes(model), pytest.raises(ValueError, match=words):
+                    engine.forward_backward(*batch, beside_extra, whole_batch=True)
+                continue
+            expected, its = whole_batch(model, *batch, beside_extra)
+            loss = engine.forward_backward(*batch, beside_extra, whole_batch=True)
+            assert_close(loss, expected, "loss")
+            assert_gradients(model, its)
+
+
 class Tagger(nn.Module):
     """Pads to the longest text of its rows, or to ``total_length``."""
 

@@ -10,7 +10,7 @@ Each device owns whole parameters. One step::
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from types import SimpleNamespace
@@ -262,6 +262,12 @@ class ShardedOptimizer(Optimizer):
         # A parameter may be in several groups.
         parameters = dict.fromkeys(self._parameters())
         updated = [parameter for parameter in parameters if parameter.grad is not None]
+        numbers = {
+            copies.numbers[parameter]
+            for parameter in updated
+            if parameter in copies.numbers
+        }
+        copies.broadcast.own(numbers, self._transfers)
         stand_ins = self._assign_owners(updated, copies)
         self._send_gradients(stand_ins)
         with self._undone_on_error(updated, stand_ins, copies):
@@ -297,16 +303,16 @@ class ShardedOptimizer(Optimizer):
     def _copies(self) -> Iterator[_Copies]:
         """Yields the engine's copies, which nobody else uses in the body."""
         with self.engine.replicas_for_update() as replica_set:
-            num_starts = Counter(map(Tensor.data_ptr, replica_set.tensors))
+            sharing = _sharing_memory(replica_set.tensors)
             numbers: dict[Tensor, int] = {}
             for slot in replica_set.slots.all:
                 # A forward pass may write its replica's own buffers.
                 if not slot.is_parameter:
                     continue
                 parameter = slot.tensor
-                shares_memory = num_starts[parameter.data_ptr()] > 1
-                if not shares_memory and is_unexpanded(parameter):
-                    # Tied and expanded parameters stay on the master.
+                if slot.number not in sharing and is_unexpanded(parameter):
+                    # Tied and expanded parameters stay on the master, and views of one
+                    # memory that overlap.
                     numbers[parameter] = slot.number
             yield _Copies(replica_set.broadcast, numbers)
 
@@ -452,6 +458,30 @@ class ShardedOptimizer(Optimizer):
 
 
 _nbytes = attrgetter("nbytes")
+
+
+def _sharing_memory(tensors: Sequence[Tensor]) -> set[int]:
+    """The numbers of tensors in memory that another of them spans, too."""
+    spans: list[tuple[int, int, int]] = []  # first byte, byte behind the last, number
+    for number, tensor in enumerate(tensors):
+        if tensor.layout == torch.strided and tensor.numel():
+            size = tensor.nbytes
+            if not tensor.is_contiguous():
+                steps = zip(tensor.shape, tensor.stride(), strict=True)
+                last = sum((length - 1) * stride for length, stride in steps)
+                size = (last + 1) * tensor.element_size()
+            start = tensor.data_ptr()
+            spans.append((start, start + size, number))
+    sharing: set[int] = set()
+    end = 0  # of the memory that tensors at lower addresses span
+    last_number = -1  # of the tensor that ends there
+    for start, stop, number in sorted(spans):
+        if start < end:
+            sharing |= {number, last_number}
+        if stop > end:
+            end = stop
+            last_number = number
+    return sharing
 
 
 def _not_a_class(optimizer_class: object) -> str:

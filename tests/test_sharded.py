@@ -387,6 +387,100 @@ def test_users_writes_are_seen(write, when):
             pair.assert_same()
 
 
+def row_through_data(p):
+    p.data[p.size(0) // 3] = 5.0
+
+
+def row_of_an_array(p):
+    p.detach().numpy()[p.size(0) // 3] = 5.0
+
+
+def row_of_an_alias(p):
+    flat = p.detach().new_empty(0).set_(p.untyped_storage())
+    flat[p.numel() // 3 :][:20] = 5.0
+
+
+PARTIAL_WRITES = [row_through_data, row_of_an_array, row_of_an_alias]
+
+
+def wide():
+    """The first weight is so large that in most steps a sample of it is read."""
+    return nn.Sequential(
+        *(nn.Linear(FEATURES, 2**17 // FEATURES), nn.ReLU()),
+        nn.Linear(2**17 // FEATURES, CLASSES),
+    )
+
+
+@pytest.mark.parametrize("when", ["before the step", "after the step"])
+@pytest.mark.parametrize("write", PARTIAL_WRITES)
+def test_late_partial_write_stays(write, when):
+    """The owner's copy lacked it, and came back over it."""
+    with Pair(build(wide), VIRTUAL, optim.SGD, lr=0.1) as pair:
+        for number in range(7):
+            pair.backward(number)
+            if when == "after the step":
+                pair.update()
+            if number == 5:
+                write(pair.model[0].weight)
+                write(pair.twin[0].weight)
+            if when == "before the step":
+                pair.update()
+            before = pair.model[0].weight.detach().clone()
+            assert_same(before, pair.twin[0].weight.detach())
+        pair.assert_same()
+
+
+def test_partial_write_into_frozen_stays_once_trained():
+    """A parameter that no owner updates is read by a sample."""
+    with Pair(build(wide), VIRTUAL, optim.SGD, lr=0.1) as pair:
+        for number in range(7):
+            for model in (pair.model, pair.twin):
+                for p in [*model.parameters()][:-1]:
+                    p.requires_grad_(number > 5)
+                if number == 4:
+                    row_through_data(model[0].weight)
+            pair.step(number)
+        assert_same(pair.model[0].weight.detach(), pair.twin[0].weight.detach())
+
+
+class Overlapping(nn.Module):
+    def __init__(self, cut):
+        super().__init__()
+        self.first, self.second = map(nn.Parameter, cut(torch.ones(9)))
+
+    def forward(self, rows):
+        return rows.mean() * (self.first.sum() + 3.0 * self.second.sum())
+
+
+CUTS = {
+    "starts": lambda flat: (flat[0:6], flat[3:9]),
+    "later start first": lambda flat: (flat[3:9], flat[0:6]),
+    "a part": lambda flat: (flat[0:9], flat[2:5]),
+    "columns": lambda flat: (flat.view(3, 3)[:, :2], flat.view(3, 3)[:, 1:]),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("cut", CUTS)
+def test_parameters_that_overlap_as_plain(cut, place):
+    """Each owner had a copy of its own: one update was lost."""
+    model, twin = Overlapping(CUTS[cut]), Overlapping(CUTS[cut])
+    rows = torch.ones(4, 2)
+    plain = optim.SGD(twin.parameters(), lr=0.1)
+    with ScatterOnceParallel(model, 1, PLACES[place]) as engine:
+        sharded = ShardedOptimizer(engine, optim.SGD, lr=0.1)
+        for _ in range(3):
+            model.zero_grad()
+            twin.zero_grad()
+            engine.forward_backward(rows, None, lambda output, _: output)
+            twin(rows).backward()
+            sharded.step()
+            plain.step()
+            torch.testing.assert_close(
+                list(model.parameters()), list(twin.parameters())
+            )
+
+
 class Across(optim.Optimizer):
     """What it saw of all parameters is in the groups; may raise when it comes to some
     shape.

@@ -163,7 +163,7 @@ def tensors_by_place(
 def lists_by_place(
     pieces: Sequence[Any], rows: Sequence[int], dim: int, lists: Lists
 ) -> list[list[list[Any]]]:
-    """The lists that ``join_rows`` does not concatenate: per place, one of each piece."""
+    """The lists that ``join_rows`` does not concatenate: per place, one per piece."""
     return [
         values
         for values in _values_by_place(pieces, rows, dim, lists)

@@ -70,7 +70,8 @@ class Broadcast:
         version as it was, or a buffer        compare fingerprints, send what differs
         a buffer that differs in each step    send it, and compare it in each 16th
         the same, of a large tensor           fingerprints of a sample, see
-                                              ``large_tensors``
+                                              ``large_tensors``; of all of it if an
+                                              owner updates it
 
     An optimizer step changes the version, for fused ones with a hook
     (``fused_writes``). Writes through ``.data``, a NumPy view or
@@ -124,6 +125,9 @@ class Broadcast:
             if is_large(tensor)
         }
         self._small_parameters = set(self.parameters).difference(self._large)
+        # Those that owners update. A write that a sample does not show would be lost:
+        # an owner's next values come from its copy.
+        self._owned: set[int] = set()
         self._comparisons = 0
         # In how many comparisons in a row a buffer differed, by its number.
         self._differences: dict[int, int] = {}
@@ -218,7 +222,8 @@ class Broadcast:
             differs_again = in_a_row >= _DIFFERENCES_IN_A_ROW and not asks_all
             reading = Reading.NOTHING
             if number in self._large:
-                reading = self._large[number].reading(is_as_sent, reads_all)
+                reads_tensor = reads_all or number in self._owned
+                reading = self._large[number].reading(is_as_sent, reads_tensor)
             # A small one is cheap to read, so its version need not be believed.
             elif is_as_sent or not differs_again:
                 reading = Reading.ALL
@@ -295,6 +300,16 @@ class Broadcast:
             is_sampled = reading is Reading.SAMPLE
             words[number] = sample(tensors[number]) if is_sampled else tensors[number]
         return Fingerprints(words, device)
+
+    def own(self, numbers: Set[int], transfers: Transfers) -> None:
+        """From now on owners update the tensors with these ``numbers``.
+
+        Sends those that differ from their copies, of which ``compare`` may have read a
+        sample.
+        """
+        if not self._owned.issuperset(numbers):
+            self._owned |= numbers
+            self.send_changed(transfers, self.compare())
 
     def send_owned(
         self, owners: Mapping[int, torch.device], transfers: Transfers

@@ -24,6 +24,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,6 +43,7 @@ from scatterpar.devices import coalescing
 from scatterpar.devices.bits import same_bits
 from scatterpar.devices.coalescing import iter_copies, tree_pairs
 from scatterpar.devices.copies import to_numbers
+from scatterpar.devices.streams import is_async
 from scatterpar.devices.transfers import Transfers
 from scatterpar.devices.write_counters import version
 from scatterpar.errors import Told, warn
@@ -63,6 +66,8 @@ from scatterpar.torch_private.tensors import version_counters_kept
 
 # By replica (all except the first), the gradients of the user's tensors, by ``id``.
 ByReplica = list[dict[int, Tensor]]
+_MOMENTS = 20
+_MOMENT_SECONDS = 0.001
 
 
 @dataclass
@@ -76,12 +81,22 @@ class _Pass:
         arrived: gradients that wait when it has ended.
         taken: gradients that have waited, and are parts of sums that autograd has not
             accumulated yet: they wait again if the pass fails.
+        life: autograd drops what it refers to when the pass has ended, or has raised.
     """
 
     is_synced: bool
     is_selected: bool
     arrived: ByReplica
     taken: ByReplica
+    life: weakref.ref[_Life]
+
+    def is_alive(self) -> bool:
+        """Whether autograd, in some thread, still runs the pass."""
+        return self.life() is not None
+
+
+class _Life:
+    """What autograd alone refers to, as long as it runs a backward pass."""
 
 
 @dataclass
@@ -134,6 +149,7 @@ class CallGradients:
         self._devices = list(devices)
         self.blocks = _blocks(len(self._devices))
         self._passes: dict[int, _Pass] = {}
+        self._begins = threading.RLock()
         self._waiting: ByReplica = self._nothing()
         self._tensors: dict[int, Tensor] = {}  # the user's, for which gradients wait
         self._marks: dict[int, _Mark] = {}
@@ -224,23 +240,30 @@ class CallGradients:
     def begin_pass(self) -> None:
         """Begin a backward pass, which has reached its first output of a call."""
         task = current_graph_task()
-        if task in self._passes:
-            return
-        is_selected = not executes(self.backward_probe)
-        of_pass = _Pass(
-            self.is_synced, is_selected, self._nothing(), taken=self._nothing()
-        )
-        # Outputs of the pair are reached in a thread per device.
-        if self._passes.setdefault(task, of_pass) is not of_pass:
-            return
-        # Also without an addition: the user may apply what ``autograd.grad`` returns.
-        # Inside of ``no_sync`` nothing is applied yet, and reading values takes time.
-        self.were_added |= self.is_synced
-        at_end_of_pass(partial(self._end_pass, task))
-        if not is_selected:
-            # Before autograd accumulates: later nobody sees what the user has dropped.
-            with self.streams.used_by_node():
-                self.forget_dropped()
+        # Outputs of the pair are reached in a thread per device: the others wait.
+        with self._begins:
+            if task in self._passes:
+                return
+            self._end_dead_passes()
+            is_selected = not executes(self.backward_probe)
+            life = _Life()
+            self._passes[task] = _Pass(
+                self.is_synced,
+                is_selected,
+                self._nothing(),
+                taken=self._nothing(),
+                life=weakref.ref(life),
+            )
+            # Also without an addition: the user may apply what ``autograd.grad``
+            # returns. Inside of ``no_sync`` nothing is applied yet, and reading values
+            # takes time.
+            self.were_added |= self.is_synced
+            at_end_of_pass(partial(self._end_pass, task, life))
+            if not is_selected:
+                # Before autograd accumulates: later nobody sees what the user has
+                # dropped.
+                with self.streams.used_by_node():
+                    self.forget_dropped()
         # A checkpoint inside of the module calls parts again, and torch calls them as
         # they are now, such as with adapters switched on again.
         replica_set = None if self._replica_set is None else self._replica_set()
@@ -272,6 +295,8 @@ class CallGradients:
                 arrived[replica][id(tensor)] = gradient
         self.streams.record([*arrived, *self._waiting])
         task = current_graph_task()
+        if task not in self._passes:
+            self._end_dead_passes()
         if not self._passes:  # it has reached the graph past all outputs
             self.begin_pass()
         of_pass = self._passes.get(task)
@@ -346,7 +371,7 @@ class CallGradients:
             sums += [total.get(id(tensor)) for tensor in bucket.tensors]
         return sums
 
-    def _end_pass(self, task: int) -> None:
+    def _end_pass(self, task: int, _: _Life) -> None:
         """End a backward pass: let its gradients wait, or add all that wait."""
         of_pass = self._passes.pop(task)
         if of_pass.is_selected:
@@ -372,12 +397,26 @@ class CallGradients:
         """
         if not self._passes or current_graph_task() != -1:
             return
-        for of_pass in self._passes.values():
+        self._end_dead_passes()
+        # An accelerator's thread drops a pass that has raised a moment later, when it
+        # gets the GIL. On the CPU another thread of the user's runs it.
+        if is_async(self._devices[0]):
+            for _ in range(_MOMENTS):
+                if not self._passes:
+                    break
+                time.sleep(_MOMENT_SECONDS)
+                self._end_dead_passes()
+
+    def _end_dead_passes(self) -> None:
+        """As ``end_failed_passes``, also in another backward pass: a retry, say."""
+        for task, of_pass in list(self._passes.items()):
+            if of_pass.is_alive():
+                continue
+            del self._passes[task]
             for waiting, taken in zip(self._waiting, of_pass.taken, strict=True):
                 for key, gradient in taken.items():
                     _plus_in(waiting, key, gradient)
-        self._passes.clear()
-        self._release(())
+            self._release(())
 
     def _has_hooks(self, tensor: Tensor) -> bool:
         """Whether the user's tensor has hooks, beside ``_note``."""

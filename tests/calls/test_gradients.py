@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import threading
 
 import pytest
 import torch
@@ -799,3 +800,67 @@ def test_step_after_a_failed_pass_has_what_waits(ids, recwarn):
             optimizer.step()
         found.append(net.weight.detach())
     torch.testing.assert_close(*found)
+
+
+def raises_at_weight(net, _, fail):
+    return net.weight.register_hook(fail)
+
+
+def raises_at_output(_, output, fail):
+    return output.register_hook(fail)
+
+
+def raises_after_accumulation(net, _, fail):
+    return net.weight.register_post_accumulate_grad_hook(fail)
+
+
+@pytest.mark.parametrize("tries", [1, 3])
+@pytest.mark.parametrize(
+    "register", [raises_at_weight, raises_at_output, raises_after_accumulation]
+)
+@pytest.mark.parametrize("ids", LAYOUTS, ids="+".join)
+def test_retried_pass_has_what_waits(ids, register, tries):
+    """Without a call between both, what waited was missing in the second pass."""
+
+    def fail(*_):
+        raise RuntimeError("of the user")
+
+    found = []
+    for is_plain in (False, True):
+        net = build(lambda: nn.Linear(6, 1, bias=False))
+        with ScatterOnceParallel(net, device_ids=ids, verify=False) as engine:
+            call = net if is_plain else engine
+            with contextlib.nullcontext() if is_plain else engine.no_sync():
+                call(ROWS).sum().backward()
+            output = call(ROWS)
+            handle = register(net, output, fail)
+            for _ in range(tries):
+                with pytest.raises(RuntimeError, match="of the user"):
+                    output.square().sum().backward(retain_graph=True)
+            handle.remove()
+            output.square().sum().backward()
+        found.append(gradients(net))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("ids", LAYOUTS, ids="+".join)
+def test_call_of_another_thread_in_a_backward_pass(ids, waits):
+    """The call took the pass for one that has failed: a KeyError at its end."""
+    net, plain = (build(lambda: nn.Linear(6, 1, bias=False)) for _ in range(2))
+    losses = []
+    with ScatterOnceParallel(net, device_ids=ids, verify=False) as engine:
+
+        def call_in_thread(_):
+            thread = threading.Thread(target=lambda: losses.append(engine(ROWS).sum()))
+            thread.start()
+            thread.join()
+
+        handle = net.weight.register_hook(call_in_thread)
+        with engine.no_sync() if waits else contextlib.nullcontext():
+            engine(ROWS).square().sum().backward()
+        handle.remove()
+        losses[0].backward()
+    plain(ROWS).square().sum().backward()
+    plain(ROWS).sum().backward()
+    torch.testing.assert_close(gradients(net), gradients(plain))

@@ -103,7 +103,8 @@ def _add_gradients(pairs: list[_Pair], attempt: Attempt, *, observed: bool) -> N
 def _save_for_undo(pairs: list[_Pair], undo: Undo, observed: bool) -> list[Tensor]:
     """Save what changes while gradients are added: a hook may raise, memory run out.
 
-    Returns the gradients that leaves have.
+    Returns the gradients that leaves have. Raises ``RuntimeError`` if one of these is
+    an inference tensor.
     """
     undo.save_gradients([leaf for leaf, _ in pairs])
     earlier: list[Tensor] = []
@@ -111,6 +112,7 @@ def _save_for_undo(pairs: list[_Pair], undo: Undo, observed: bool) -> list[Tenso
     adds_in_place = True
     for leaf, gradient in pairs:
         if leaf.grad is not None:
+            _require_no_inference_tensor(leaf, leaf.grad)
             earlier.append(leaf.grad)
             if leaf.grad.layout != torch.strided or leaf.grad.dtype != gradient.dtype:
                 adds_in_place = False
@@ -123,10 +125,20 @@ def _save_for_undo(pairs: list[_Pair], undo: Undo, observed: bool) -> list[Tenso
     return earlier
 
 
+def _require_no_inference_tensor(leaf: Tensor, gradient: Tensor) -> None:
+    """Raise ``RuntimeError`` if a ``.grad`` is one: autograd would add to it, and raise
+    the same error too late.
+    """
+    if gradient.is_inference():
+        raise RuntimeError(
+            f"the .grad of a parameter of shape {tuple(leaf.shape)} was made under "
+            "torch.inference_mode(), and autograd cannot add to such a tensor; set "
+            "it to None, or assign a clone() made outside of inference mode"
+        )
+
+
 def _can_be_written(gradient: Tensor) -> bool:
     """Whether autograd can add to a ``.grad`` of the user's in place."""
-    if gradient.is_inference():
-        return False
     return gradient.layout != torch.strided or is_unexpanded(gradient)
 
 

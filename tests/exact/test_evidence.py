@@ -53,7 +53,6 @@ MAY_BE_LARGER = {
     "verify/look_rounding.py _difference_by_nudges": "of finite effects",
     "verify/schedule.py ranges_of": "a number of entries",
     "verify/schedule.py informative_tensors": "a number of entries",
-    "verify/runs.py __init__": "numbers of rows",
     "options/graphs/replay.py _has_room": "bytes",
     "verify/user_code.py __init__": "bytes",
     "causes/cause_list.py kind_of_weights": "a number of parts",

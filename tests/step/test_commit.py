@@ -329,3 +329,31 @@ def test_unwritable_grad_changes_nothing(devices, make):
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
         engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
     assert last.grad is not None
+
+
+@pytest.mark.parametrize("with_hook", [False, True])
+@pytest.mark.parametrize("place", ["first", "last", "all"])
+def test_inference_grad_changes_nothing(devices, place, with_hook):
+    """Autograd had added to it when it raised."""
+    model = mlp()
+    parameters = list(model.parameters())
+    made_there = {"first": parameters[:1], "last": parameters[-1:], "all": parameters}
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    with torch.inference_mode():
+        for parameter in made_there[place]:
+            parameter.grad = torch.ones_like(parameter)
+    if with_hook:
+        model[0].weight.register_hook(lambda gradient: gradient * 2)
+    words = "made under torch.inference_mode"
+    with (
+        ScatterOnceParallel(model, 2, devices(2)) as engine,
+        nothing_changes(model),
+        pytest.raises(RuntimeError, match=words),
+    ):
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    for parameter in made_there[place]:
+        parameter.grad = parameter.grad.clone()
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    assert not any(torch.equal(p.grad, torch.ones_like(p)) for p in parameters)

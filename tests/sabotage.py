@@ -575,8 +575,8 @@ SABOTAGES = [
         promise="exact",
         file="verify/verifier.py",
         place="Verifier.look_if_due",
-        text="if is_due or may_join:",
-        replacement="if is_due:",
+        text="is_due = kind.may_join(common_size(attempt.plan))",
+        replacement="pass",
         seen_by="test_table_of_a_last_batch_refused",
     ),
     Sabotage(

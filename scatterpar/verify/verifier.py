@@ -81,8 +81,9 @@ class Verifier:
             kind, details = self.kinds.kind_of(request, is_divided, flags)
             is_due = kind.count_step(ranges_of_step(request), details)
             # A last batch may have as many rows per micro-batch as a table has entries.
-            may_join = is_divided and kind.may_join(common_size(attempt.plan))
-            if is_due or may_join:
+            if is_divided and request.whole_batch and not is_due:
+                is_due = kind.may_join(common_size(attempt.plan))
+            if is_due:
                 candidates = [candidate_of(request)]
                 look_request = LookRequest(
                     attempt, request, task, is_divided, candidates, LossWays()

@@ -418,6 +418,15 @@ SABOTAGES = [
         seen_by="test_step_of_ranks_equals_one_device",
     ),
     Sabotage(
+        name="each rank trains a head of its own in the criterion",
+        promise="exact",
+        file="distributed/ranks.py",
+        place="Ranks._kind_of_sums",
+        text="if new_leaves:",
+        replacement="if False:",
+        seen_by="test_other_values_of_a_head_raise_on_each_rank",
+    ),
+    Sabotage(
         name="the second pass draws other random numbers",
         promise="exact",
         file="options/whole_batch.py",

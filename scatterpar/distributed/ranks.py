@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn
@@ -27,6 +28,7 @@ from scatterpar.batch.markers import unwrap_markers
 from scatterpar.devices.bits import as_bytes
 from scatterpar.devices.copies import to_device, to_numbers, write
 from scatterpar.devices.device_ids import identity_of_accelerator
+from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.virtual_devices import physical
 from scatterpar.distributed.collectives import MAX_LOGGED, Collectives
 from scatterpar.errors import add_note, warn
@@ -38,7 +40,8 @@ from scatterpar.step.substeps import Gradient, detached_output
 from scatterpar.torch_private.tensors import unflatten
 
 _OTHER_TENSORS = (
-    "which tensors are trained, on their shapes, on reduction=, on the scale of "
+    "which tensors are trained, on their shapes, on the values of those that the "
+    "criterion trains or the module has got since, on reduction=, on the scale of "
     "scaler=, or on the names of the numbers that the criterion returns"
 )
 _OTHER_OUTPUTS = "whole_batch=, or on the kinds and shapes of the outputs or targets"
@@ -95,6 +98,10 @@ class Ranks:
         accelerators = [identity for identity in identities if identity is not None]
         self._collectives.require_same(module, options, accelerators)
         self._collectives.broadcast_from_rank_0(module)
+        # Tensors with the same values on all ranks, by ``id``.
+        self._known: dict[int, weakref.ref[Tensor]] = {}
+        self._remember(module.parameters())
+        self._remember(module.buffers())
         logger.info("rank %d of %d has the values of rank 0", self.rank, self.size)
 
     def __getstate__(self) -> NoReturn:
@@ -147,6 +154,7 @@ class Ranks:
         (terms, loss, *numbers), _ = self._collectives.exchange_status(
             kind, _OTHER_TENSORS, summands=summands
         )
+        self._remember(leaf for leaf, _ in outcome.gradients)
         total = terms if is_mean else 1.0
         # Without terms nobody has a loss, and gradients count as zero.
         # Before the sum: rounding is that of one sum, and no second pass over it is
@@ -177,7 +185,28 @@ class Ranks:
         trained = [positions.get(id(leaf)) for leaf, _ in outcome.gradients]
         request = outcome.request
         tensors = _kind_of_outcome(outcome, sums)
+        # Rank 0's values were copied at construction, and these were not there.
+        new_leaves = {
+            number: leaf
+            for number, (leaf, _) in enumerate(outcome.gradients)
+            if not self._is_known(leaf)
+        }
+        if new_leaves:
+            tensors += _values_as_text(new_leaves)
         return f"{request.is_mean} {trained} {request.scale} {tensors}"
+
+    def _is_known(self, leaf: Tensor) -> bool:
+        """Whether all ranks had the same values of ``leaf`` in an earlier step."""
+        reference = self._known.get(id(leaf))
+        return reference is not None and reference() is leaf
+
+    def _remember(self, tensors: Iterable[Tensor]) -> None:
+        """Note that all ranks have the same values of these tensors."""
+        new = [tensor for tensor in tensors if not self._is_known(tensor)]
+        if new:
+            live = self._known.items()
+            self._known = {key: ref for key, ref in live if ref() is not None}
+            self._known.update((id(tensor), weakref.ref(tensor)) for tensor in new)
 
     def _parts_of(self, outcome: Outcome, pooled: Sequence[Tensor]) -> _SumParts:
         """The tensors that this rank adds to the step's all-reduce.
@@ -280,6 +309,17 @@ class _SumParts(NamedTuple):
     flags: list[Tensor]
     buffers: list[Tensor]
     statistics: list[Tensor]
+
+
+def _values_as_text(tensors: Mapping[int, Tensor]) -> str:
+    """A text that ranks with other values of these tensors have otherwise."""
+    by_device: defaultdict[torch.device, dict[int, Tensor]] = defaultdict(dict)
+    for number, tensor in tensors.items():
+        by_device[tensor.device][number] = tensor.detach()
+    values: list[int] = []
+    for device, of_device in by_device.items():
+        values += to_numbers(Fingerprints(of_device, device).values)
+    return str(values)
 
 
 def _names_to_log(outcome: Outcome) -> list[str]:

@@ -5,6 +5,7 @@ collectives.
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import re
 from unittest import mock
@@ -547,3 +548,67 @@ def test_other_names_raise_on_each_rank():
 def test_too_many_numbers_raise_on_each_rank():
     for error in run_on_ranks(2, raised_by, with_many, with_many):
         assert "33 numbers to log" in str(error)
+
+
+def with_head(features, labels, head):
+    return CE(head(features), labels)
+
+
+def head_in_criterion(model, head):
+    return functools.partial(with_head, head=head)
+
+
+class Head(nn.Module):
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+
+    def forward(self, features, labels):
+        return with_head(features, labels, self.head)
+
+
+def module_of_head(model, head):
+    return Head(head)
+
+
+def head_added_to_model(model, head):
+    """After the engine was made."""
+    model.append(head)
+    return CE
+
+
+def raised_with_heads(group, criterion_of, seeds, whole):
+    """What a step raises, and the gradients of a step with rank 0's head."""
+    inputs, labels = (tensor.split(ROWS[2])[group.rank()] for tensor in BATCH)
+    model = build(lambda: nn.Sequential(nn.Linear(FEATURES, 6)))
+    head = build(lambda: nn.Linear(6, CLASSES), seed=seeds[group.rank()])
+    with ScatterOnceParallel(model, 2, ["cpu"], process_group=group) as engine:
+        step = functools.partial(
+            engine.forward_backward,
+            *(inputs, labels, criterion_of(model, head)),
+            whole_batch=whole,
+        )
+        error = failure(step) if seeds[0] != seeds[1] else None
+        assert all(p.grad is None for p in model.parameters()) or error is None
+        head.load_state_dict(
+            build(lambda: nn.Linear(6, CLASSES), seed=seeds[0]).state_dict()
+        )
+        for _ in range(2):
+            model.zero_grad()
+            head.zero_grad()
+            step()
+    return None if error is None else str(error), gradients(model), gradients(head)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    "criterion_of", [head_in_criterion, module_of_head, head_added_to_model]
+)
+def test_other_values_of_a_head_raise_on_each_rank(criterion_of, whole):
+    """Each rank trained its own head, with the mean of the gradients."""
+    expected = run_on_ranks(2, raised_with_heads, criterion_of, (3, 3), whole)
+    found = run_on_ranks(2, raised_with_heads, criterion_of, (3, 4), whole)
+    for (error, *its), (_, *right) in zip(found, expected, strict=True):
+        assert error is not None
+        assert "the values of those that the criterion trains" in error
+        torch.testing.assert_close(its, right)

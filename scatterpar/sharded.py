@@ -262,11 +262,8 @@ class ShardedOptimizer(Optimizer):
         # A parameter may be in several groups.
         parameters = dict.fromkeys(self._parameters())
         updated = [parameter for parameter in parameters if parameter.grad is not None]
-        numbers = {
-            copies.numbers[parameter]
-            for parameter in updated
-            if parameter in copies.numbers
-        }
+        copied = [parameter for parameter in updated if parameter in copies.numbers]
+        numbers = {copies.numbers[parameter] for parameter in copied}
         copies.broadcast.own(numbers, self._transfers)
         stand_ins = self._assign_owners(updated, copies)
         self._send_gradients(stand_ins)
@@ -283,9 +280,7 @@ class ShardedOptimizer(Optimizer):
         for stand_in in stand_ins.values():
             stand_in.grad = None  # frees memory for the new values
         owners = {
-            copies.numbers[parameter]: self._owners[parameter]
-            for parameter in updated
-            if parameter in copies.numbers
+            copies.numbers[parameter]: self._owners[parameter] for parameter in copied
         }
         try:
             copies.broadcast.send_owned(owners, self._transfers)

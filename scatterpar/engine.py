@@ -101,9 +101,9 @@ from scatterpar.verify.verifier import Verifier
 from scatterpar.wrapper import ModuleT, Wrapper
 
 _BELONGS_TO_STEPS = (
-    'buffers="batch" and process_group= belong to steps: engine(x) with autograd has '
-    "neither; use forward_backward(inputs, targets, criterion), or call the engine "
-    "under torch.no_grad()"
+    'buffers="batch" and process_group= do not work with engine(x) and backward(); '
+    "call forward_backward(inputs, targets, criterion), or call engine(x) under "
+    "torch.no_grad()"
 )
 
 # per rank: rank r numbers its replicas from r * this, for their seeds

@@ -155,8 +155,9 @@ class ShardedOptimizer(Optimizer):
             raise TypeError(_not_a_class(optimizer_class))
         if isinstance(plain, (LBFGS, ShardedOptimizer)):
             raise TypeError(
-                f"{type(plain).__name__} cannot be sharded: it does not treat each "
-                "parameter by itself; use it as it is, on engine.module.parameters()"
+                f"{type(plain).__name__} cannot be sharded: its update of a parameter "
+                "depends on other parameters; use the class itself, on "
+                "engine.module.parameters()"
             )
         # Each device once; the master is the first.
         memories = list(dict.fromkeys(engine.device_ids))
@@ -164,11 +165,11 @@ class ShardedOptimizer(Optimizer):
             name = type(plain).__name__
             raise TypeError(
                 f"{name} cannot be sharded: it is no optimizer of torch or "
-                "bitsandbytes that is known to treat each parameter by itself; use it "
-                f"as it is, {name}(engine.module.parameters(), …), or pass "
-                "elementwise=True if it reads and writes the parameters in "
-                "param_groups, keeps its state of each parameter in state[parameter], "
-                "and needs no closure"
+                "bitsandbytes whose update of a parameter is known not to depend on "
+                f"other parameters; use {name}(engine.module.parameters(), …) itself. "
+                "Or pass elementwise=True, if its updates do not depend on other "
+                "parameters, and it writes the parameters in param_groups, keeps the "
+                "state of each parameter in state[parameter], and needs no closure"
             )
         # torch's constructor makes groups and state, which are those of ``plain``.
         self._plain: Any = SimpleNamespace()
@@ -209,8 +210,8 @@ class ShardedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
             "a ShardedOptimizer cannot be copied or pickled, since its state lies on "
-            "the devices of one engine; save its state_dict(), and load that into "
-            "another"
+            "the devices of one engine; save its state_dict(), and load this into "
+            "another ShardedOptimizer"
         )
 
     @property

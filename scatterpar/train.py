@@ -278,7 +278,7 @@ class Run:
             if checkpoint[name] != value:
                 raise UsageError(
                     f"--data {self.options.data}: its {name} differ from the run "
-                    f"in {self.folder}; pass the data of that run, or start a new one"
+                    f"in {self.folder}; pass the data of that run, or start a new run"
                 )
         for name, part in self.stateful.items():
             part.load_state_dict(checkpoint[name])
@@ -599,8 +599,8 @@ def check_parts(data: str, train: Any, test: Any) -> None:
     classes_of_test = list(test.class_to_idx)
     if classes != classes_of_test or len(classes) < 2:
         raise UsageError(
-            f"--data {data}: its parts have the classes {classes!s:.200} and "
-            f"{classes_of_test!s:.200}; give both parts the same classes, two at least"
+            f"--data {data}: its two parts have the classes {classes!s:.200} and "
+            f"{classes_of_test!s:.200}; give both parts the same two or more classes"
         )
 
 

@@ -98,7 +98,7 @@ class Wrapper(nn.Module, Generic[WrappedT]):
             raise ValueError(
                 f"{kind} has the {name} that wraps it as a child (self.engine = "
                 f"{name}(self)), so train(), to() and state_dict() would never end; "
-                "keep it outside of the module, or in a list, self.engine = "
+                f"keep the {name} outside of the module, or in a list, self.engine = "
                 f"[{name}(self)]"
             )
 

@@ -220,7 +220,7 @@ def test_second_backward_is_an_error(devices):
         with pytest.raises(RuntimeError, match="a second backward pass"):
             torch.autograd.grad(loss, model.parameters())
         assert_gradients(model, before, 0.0)
-        with pytest.raises(RuntimeError, match="create_graph=True: the gradients"):
+        with pytest.raises(RuntimeError, match=r"create_graph=True: engine\.loss"):
             torch.autograd.grad(
                 engine.loss(*FIRST, CE), model.parameters(), create_graph=True
             )

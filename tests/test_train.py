@@ -622,7 +622,7 @@ LAYOUTS = {
     without_val: "it lacks a part; a data set is a folder with train/CLASS/1.jpg",
     flat_folder: "it lacks a part; a data set is a folder with train/CLASS/1.jpg",
     empty: "Found 0 images in subfolders of",
-    other_classes: "its parts have the classes ['Bag'",
+    other_classes: "its two parts have the classes ['Bag'",
 }
 
 

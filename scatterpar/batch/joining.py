@@ -83,8 +83,8 @@ def join_rows(
         if isinstance(first, PackedSequence):
             raise ValueError(
                 "outputs that are PackedSequences cannot be joined, because a "
-                "PackedSequence interleaves the entries of its rows; return what "
-                "pad_packed_sequence(output, batch_first=True) gives"
+                "PackedSequence interleaves the entries of its rows; return "
+                "pad_packed_sequence(output, batch_first=True)"
             )
         if are_entries(atoms):
             return list(chain(*atoms))
@@ -246,9 +246,9 @@ def _join_remedy(
     sizes = [tensor.shape[-1:] for tensor in atoms]
     if len(set(rows)) > 1 and sizes == [(num_rows,) for num_rows in rows]:
         return (
-            "a matrix of pairs has those within a micro-batch alone: return what it is "
-            "computed from, such as features, and compute it from the joined outputs "
-            "(in training in the criterion, with whole_batch=True)"
+            "a matrix of all pairs of rows has only the pairs within a micro-batch: "
+            "return the features of each row instead, and compute the matrix from the "
+            "joined outputs (in training in the criterion, with whole_batch=True)"
         )
     entries: set[int] = set()
     for tensor, num_rows in zip(atoms, rows, strict=True):
@@ -263,17 +263,17 @@ def _join_remedy(
         )
     k = max(entries) if len(entries) == 1 and max(entries) > 1 else "k"
     in_rows = (
-        f"return {k} entries per row as .reshape(rows, {k}, …), and "
-        f"torch.stack([a, b], 1) in the place of torch.cat([a, b]); or select with "
-        f"return_outputs=function"
+        f"for {k} entries per row return output.reshape(rows, {k}, …), and "
+        f"torch.stack([a, b], 1) instead of torch.cat([a, b]); or pass a function "
+        f"that leaves this output out as return_outputs="
     )
     # A fixed number per row is not that of the nodes of graphs.
     if k != "k":
         return in_rows
     lists = (
-        "if a row has a varying number of entries, as a graph has nodes, return "
-        "list(output.split(sizes)), one tensor per row, from forward for inputs in "
-        "Rows(graphs)"
+        "if rows have different numbers of entries, as graphs have nodes, pass "
+        "Rows(graphs) as inputs, and return list(output.split(sizes)), one tensor per "
+        "row, from forward"
     )
     if names_map:
         lists += ", or from a function for engine.map"

@@ -317,8 +317,8 @@ def count_rows(
     if not sizes:
         kinds = [f"{name} is {type(part).__name__}" for name, part in batch.items()]
         raise ValueError(
-            f"the batch has no tensor with rows: {', '.join(kinds)}; a list with one "
-            f"entry per row is passed as Rows(entries), an object as a dict of its "
+            f"the batch has no tensor with rows: {', '.join(kinds)}; pass a list "
+            f"with one entry per row as Rows(entries), and an object as a dict of its "
             f"tensors"
         )
     if len(sizes) > 1:
@@ -327,9 +327,9 @@ def count_rows(
             listed += f" and {len(sizes) - _SHOWN_SIZES} more"
         raise ValueError(
             f"tensors of the batch have different numbers of rows along dim={dim}: "
-            f"{listed}; {_views_of(sizes)}transpose a tensor that has its rows along "
-            "another dimension, as states of recurrent layers "
-            "(state.transpose(0, 1)), mark a value without rows as Replicated(value), "
+            f"{listed}; {_views_of(sizes)}transpose a tensor whose rows are along "
+            "another dimension, such as the state of a recurrent layer "
+            "(state.transpose(0, 1)). Pass a value without rows as Replicated(value), "
             "and a list with one entry per row as Rows(entries)"
         )
     (rows,) = sizes
@@ -353,9 +353,9 @@ def _views_of(sizes: Collection[int]) -> str:
     if views > _MAX_VIEWS:
         return ""
     return (
-        f"{many} = {views} * {few}: if these are {views} views of each row, pass them "
-        f"in a tuple of {views} tensors, as arguments of the module, or repeat the "
-        f"targets, targets.repeat({views}); otherwise "
+        f"{many} = {views} * {few}: if these are {views} views of each row, pass a "
+        f"tuple of {views} tensors as arguments of the module, or repeat the targets, "
+        f"targets.repeat({views}); otherwise "
     )
 
 

@@ -301,7 +301,7 @@ def _refuse_iteration_over_rows(value: Mapping[Any, Any]) -> None:
         remedy = "its .to_dict()" if hasattr(value, "to_dict") else "{key: value[key]}"
         raise TypeError(
             f"a {type(value).__name__} iterates over its rows, not over its keys, so "
-            f"that its entries are not found; pass a dict in its place, as {remedy}"
+            f"the engine does not find its tensors; pass a dict instead: {remedy}"
         )
 
 
@@ -325,5 +325,5 @@ def _refuse_other_keys(values: Sequence[Any]) -> None:
         keys = [str(sorted(map(str, value))) for value in values]
         raise ValueError(
             f"mappings with different keys cannot be joined: {' and '.join(keys)}; "
-            f"return the same keys for all rows"
+            f"return mappings with the same keys for all rows"
         )

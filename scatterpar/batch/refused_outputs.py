@@ -25,13 +25,14 @@ def refuse_unjoinable(output: Any) -> None:
             raise TypeError(
                 f"the module's output contains a {type(atom).__name__}, a "
                 "distribution, whose tensors can be neither detached nor joined; "
-                "return the tensors that it is made of, and make it in the criterion"
+                "return the tensors of the distribution, and make the distribution in "
+                "the criterion"
             )
         is_tensor = isinstance(atom, Tensor) and not atom.is_nested
         if is_tensor and atom.layout != torch.strided:
             raise TypeError(
                 f"the module's output contains a tensor of layout {atom.layout}, "
-                "which whole_batch=True cannot join; return it dense, by .to_dense()"
+                "which whole_batch=True cannot join; return output.to_dense()"
             )
 
 
@@ -43,8 +44,8 @@ def refuse_generators(output: Any) -> None:
     for atom in atoms(output):
         if isinstance(atom, Iterator):
             raise TypeError(
-                f"the module's output contains a {type(atom).__name__} that has not "
-                f"been consumed; return a list or tuple of its items"
+                f"the module's output contains a {type(atom).__name__}, an iterator; "
+                f"return a list or tuple of its items"
             )
 
 
@@ -61,7 +62,6 @@ def refuse_graphs(output: Any) -> None:
         ):
             raise TypeError(
                 f"the output contains a {type(atom).__name__}, whose tensors have a "
-                "graph and cannot be detached; return the tensors that it is made of, "
-                "in a tuple, dict or dataclass, or pass return_outputs=function, which "
-                "selects them"
+                "graph and cannot be detached; return these tensors in a tuple, dict "
+                "or dataclass, or pass a function that selects them as return_outputs="
             )

@@ -413,10 +413,10 @@ class Calls:
         if has_statistics and self._told.mark("batch normalisation"):
             warn(
                 "the module has batch normalisation, or another layer with running "
-                "statistics: it sees the rows of one replica, as in nn.DataParallel, "
-                "and keeps the running statistics of the first replica; for the "
-                "statistics of all rows call forward_backward, with nn.SyncBatchNorm "
-                'or buffers="batch"'
+                "statistics: such a layer sees the rows of one replica, as in "
+                "nn.DataParallel, and your module gets the running statistics of the "
+                "first replica; for the statistics of all rows call forward_backward, "
+                'with nn.SyncBatchNorm or buffers="batch"'
             )
 
     # --- the output ---

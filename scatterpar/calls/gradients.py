@@ -497,10 +497,10 @@ class CallGradients:
         if self._told.mark("step"):
             warn(
                 "an optimizer steps while gradients wait at the replicas, because the "
-                "last backward pass was inside of no_sync(): they are added now, but "
-                "clipping, a GradScaler's unscaling, and other code that has read or "
-                "written .grad before, has not seen them; make the last backward pass "
-                "before a step outside of no_sync()"
+                "last backward pass was inside of no_sync(): the engine adds these "
+                "gradients now, but clipping, a GradScaler's unscaling, and other code "
+                "that has read or written .grad before, has not seen them; make the "
+                "last backward pass before a step outside of no_sync()"
             )
 
     def _waiting_of(self, optimizer: Optimizer) -> set[int]:
@@ -642,8 +642,8 @@ class CallGradients:
             warn(
                 "hooks on parameters run more than once, with parts of the gradient, "
                 "if reentrant checkpoints inside of the module use the parameter, or "
-                "if only backward passes inside of no_sync() have used it before; "
-                "with checkpoint(…, use_reentrant=False) hooks run once"
+                "if all earlier backward passes that used the parameter were inside of "
+                "no_sync(); with checkpoint(…, use_reentrant=False) hooks run once"
             )
 
     def _nothing(self) -> ByReplica:
@@ -773,7 +773,8 @@ def _has_no_entry(gradient: Tensor) -> bool:
 
 _PARTLY_SELECTED = (
     "torch.autograd.grad (or backward(inputs=…)) of a module's parameters inside of "
-    "no_sync() would have replica 0's part alone; call it outside of no_sync()"
+    "no_sync() would have only the part of replica 0; call torch.autograd.grad outside "
+    "of no_sync()"
 )
 
 _GRAPH_OF_PART = (
@@ -785,10 +786,11 @@ _GRAPH_OF_PART = (
 
 def _changed_while_waiting(tensor: Tensor) -> str:
     return (
-        f"the .grad of a parameter of shape {tuple(tensor.shape)} was changed while "
-        "gradients of other replicas wait, because no_sync() was entered: the waiting "
-        "gradients would not be changed; clip, unscale or write .grad after a backward "
-        "pass outside of no_sync(), or drop all gradients by zero_grad()"
+        f"the .grad of a parameter of shape {tuple(tensor.shape)} was changed after a "
+        "backward pass inside of no_sync(), while gradients of other replicas wait: "
+        "the waiting gradients would not be changed; clip, unscale or write .grad "
+        "after a backward pass outside of no_sync(), or drop all gradients by "
+        "zero_grad()"
     )
 
 

@@ -93,9 +93,9 @@ def _joined_or_first(
         if first.requires_grad and told.mark(("left", str(name))):
             warn(
                 f"forward, or a hook, leaves a tensor of shape {tuple(first.shape)} in "
-                f"{name!r}, which has no rows: it is computed from the rows of "
-                "the first replica only; return it from forward, or keep what it is "
-                "computed from, one entry per row. docs/limits.md, State in modules."
+                f"{name!r}. The tensor has no rows, and comes from the rows of the "
+                "first replica only; return the tensor from forward, or leave a tensor "
+                "with one entry per row instead. docs/limits.md, State in modules."
             )
         return first
 

@@ -206,8 +206,9 @@ class ReplicasOfCall:
             self._has_told_of_hooks = True
             warn(
                 "hooks inside of the module run once per replica, each for its own "
-                "rows; tensors with rows that they keep in attributes of modules, in "
-                "lists or in dicts are joined, and what else they write is replica 0's"
+                "rows; the engine joins tensors with rows that hooks keep in "
+                "attributes of modules, in lists or in dicts. Of anything else that "
+                "hooks write, you get what the hooks of replica 0 wrote"
             )
         # By identity: equal lists are not the same list.
         boxes = list(_boxes_of(hooks)) if hooks else []

@@ -164,8 +164,8 @@ class Collectives:
         if failed:
             raise RankError(
                 f"rank {', '.join(map(str, failed))} of {self.size} failed in this "
-                "step, so that nothing was changed on any rank; see what it raised "
-                "there"
+                "step, so that nothing was changed on any rank; see the error of that "
+                "rank"
             )
         # Two kinds have the same checksum in one case of 2**18.
         checksums = {status % 2**_CHECKSUM_BITS for status in statuses}
@@ -197,8 +197,8 @@ class Collectives:
         group = self._group()
         if group is None:
             raise RuntimeError(
-                "the engine's process group is gone, by dist.destroy_process_group() "
-                "perhaps; make a new group and a new engine"
+                "the engine's process group no longer exists, perhaps because of "
+                "dist.destroy_process_group(); make a new group and a new engine"
             )
         start = time.perf_counter()
         try:
@@ -253,8 +253,9 @@ def _refuse_common_accelerators(by_rank: Sequence[Sequence[str]]) -> None:
             if other != rank:
                 raise ValueError(
                     f"device_ids: ranks {other} and {rank} have the same accelerator, "
-                    f"{accelerator}; leave device_ids out, and each process of "
-                    "torchrun takes its part, or pass other ones in each process"
+                    f"{accelerator}; leave device_ids out, so that each process of "
+                    "torchrun takes its part of the accelerators, or pass other "
+                    "device_ids in each process"
                 )
 
 

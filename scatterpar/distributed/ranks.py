@@ -328,7 +328,7 @@ def _names_to_log(outcome: Outcome) -> list[str]:
     if len(names) > MAX_LOGGED:
         raise ValueError(
             f"the criterion returned {len(names)} numbers to log, and ranks add up "
-            f"at most {MAX_LOGGED}; return fewer"
+            f"at most {MAX_LOGGED}; return fewer numbers"
         )
     return names
 

@@ -171,7 +171,8 @@ class DividedModules:
                 warn(
                     f"a call of {name} is computed on the first device alone: its "
                     "inputs are vectors whose length is not the number of rows; "
-                    "give them a dimension of rows, as by x[None], to divide them"
+                    "to divide this call, give each input a dimension of rows, as "
+                    "x[None] does for one row"
                 )
             return call.plain(*args, **kwargs)
         self._divided_parts.add(call.module)

@@ -86,9 +86,9 @@ def only_frozen(subject: str, tensor: Tensor) -> TypeError:
     remedy = "use one device, such as device_ids=[0]"
     if is_composite(tensor):
         kind = "made of other tensors, as torchao's are"
-        remedy = "make it a plain tensor, as its .dequantize() or .full_tensor() does"
+        remedy = "make it a plain tensor by its .dequantize() or .full_tensor()"
     return TypeError(
         f"{subject}, a {type(tensor).__name__}, which is {kind}: replicas have copies "
-        "of frozen parameters of this kind only; call .requires_grad_(False) and "
-        f"train adapters, or {remedy}"
+        "of frozen parameters of this kind only; freeze this tensor by "
+        f".requires_grad_(False) and train adapters, or {remedy}"
     )

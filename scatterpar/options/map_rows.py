@@ -182,7 +182,7 @@ class _Work:
         if any(_is_of(value, replica_set) for value in bound):
             raise ValueError(
                 "the function refers to the module itself, which is on one device; use "
-                "the replica, its first argument, as in lambda replica, x: "
+                "the function's first argument, the replica, as in lambda replica, x: "
                 "replica.generate(x), or pass a method of the module, such as "
                 "model.generate"
             )

@@ -84,9 +84,9 @@ class TwoPasses(Schedule):
         self._ranks = ranks
         if call.criterion is None:
             raise ValueError(
-                "whole_batch=True without a criterion; return the rows' outputs from "
-                "forward, and pass criterion=, which is called once as "
-                "criterion(outputs, targets)"
+                "whole_batch=True without a criterion; return outputs with one entry "
+                "per row from forward, and pass criterion=: the engine calls it once, "
+                "as criterion(outputs, targets)"
             )
         for name, value in (("reduction", call.reduction), ("count", call.count)):
             if value is not None:
@@ -210,7 +210,7 @@ class Passes:
             if not agrees:
                 proceed(sub_step)
                 raise RuntimeError(
-                    f"the second forward pass gave other outputs: {_WHY}"
+                    f"the second forward pass gave other outputs than the first: {_WHY}"
                 )
 
     def _recompute(self, sub_step: int) -> list[Tensor]:
@@ -365,7 +365,8 @@ class WholeBatch:
             values = "outputs that are lists" if is_list else "targets with a marker"
             raise ValueError(
                 f"whole_batch=True with a process_group cannot join {values} of rows "
-                f"across ranks; make them tensors of one length on all ranks"
+                f"across ranks; use tensors instead, which are equally long on all "
+                "ranks"
             )
         self._pieces, self._rows, self._targets, seed = ranks.outputs_of_all(
             self._pieces,
@@ -472,7 +473,7 @@ class WholeBatch:
         hidden = [leaf for leaf in leaves_reached(loss, nodes) if id(leaf) not in known]
         if not self._foreign.isdisjoint(map(id, hidden)):
             raise TypeError(
-                "the loss uses tensors of the module that are not among its outputs: "
+                "the loss uses tensors of the module that are not among the outputs: "
                 "they are in an object that forward returns, or a hook keeps them; "
                 "return these tensors from forward, in a tuple, dict or dataclass"
             )
@@ -517,7 +518,8 @@ def agreements(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tens
     """
     if list(map(_output_kind, tensors)) != list(map(_output_kind, leaves)):
         raise RuntimeError(
-            f"the second forward pass gave outputs of another kind: {_WHY}"
+            "the second forward pass gave outputs of another kind than the first: "
+            f"{_WHY}"
         )
     agreed: list[Tensor] = []
     for tensor, leaf in zip(tensors, leaves, strict=True):
@@ -545,8 +547,8 @@ def _agree(second: Tensor, first: Tensor) -> Tensor:
 
 
 _WHY = (
-    "this module depends on something that differs between the two passes, such as "
-    "the random numbers of Python or NumPy, or a counter outside of it; draw from "
-    "torch's generators and keep state in the module, or use one sub-step per replica, "
-    "for which forward runs once. Nothing was changed"
+    "the module depends on something that differs between the two passes, such as the "
+    "random numbers of Python or NumPy, or a counter outside of the module; draw from "
+    "torch's generators and keep state in the module, or use one sub-step per replica: "
+    "forward then runs once. Nothing was changed"
 )

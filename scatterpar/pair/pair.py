@@ -560,10 +560,10 @@ def _rows_of(outputs: Sequence[Any], dim: int) -> list[int]:
         return candidates[0]
     if not all(map(_are_equal, numbers)):
         raise ValueError(
-            f"{len(outputs)} numbers alone cannot be averaged, because the number of "
-            "rows of each is unknown; gather what DataParallelModel returned, before "
-            "you compute with it, or gather tuples of a number and a tensor with its "
-            "rows"
+            f"{len(outputs)} numbers cannot be averaged, because it is unknown how "
+            "many rows each number stands for; gather the outputs of "
+            "DataParallelModel before you compute with them, or gather tuples of a "
+            "number and a tensor with the rows of this number"
         )
     return [1] * len(outputs)
 

@@ -94,7 +94,7 @@ def _refuse_registrations(module: nn.Module, copy: nn.Module) -> None:
         raise ValueError(
             "the forward pass registers or deletes buffers "
             f"({', '.join(sorted(names))}), on each replica separately: nothing was "
-            "changed; register them in __init__, or call the module once on one "
+            "changed; register buffers in __init__, or call the module once on one "
             "micro-batch before the first step"
         )
 

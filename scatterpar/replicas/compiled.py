@@ -38,7 +38,7 @@ from scatterpar.torch_private.compiler import (
 )
 
 _CUDA_GRAPHS = (
-    "CUDA graphs, which replicas in threads have not been tried with; use "
+    "CUDA graphs, which were never tried with replicas in threads; use "
     'mode="default", mode="max-autotune-no-cudagraphs" or another backend'
 )
 _COMPILER_PATIENCE_SECONDS = 10.0  # wait for a replica that neither compiles nor ends
@@ -181,14 +181,14 @@ def compile_fn_from(compile: bool | Mapping[str, Any]) -> CompileFn | None:
     is_by_mode = compile.get("mode") in ("reduce-overhead", "max-autotune")
     with_graphs = is_by_mode or compile.get("backend") == "cudagraphs"
     if is_asked or (with_graphs and torch.accelerator.is_available()):
-        raise ValueError(f"compile={dict(compile)!r} asks for {_CUDA_GRAPHS}")
+        raise ValueError(f"compile={dict(compile)!r} uses {_CUDA_GRAPHS}")
     is_left_open = "triton.cudagraphs" not in (compile.get("options") or {})
     by_inductor = compile.get("backend", "inductor") == "inductor"
     is_on = is_left_open and by_inductor and inductor_records_graphs()
     if is_on and torch.accelerator.is_available():
         raise ValueError(
-            f"{INDUCTOR_GRAPHS} is on, so that compile= asks for "
-            "CUDA graphs, which replicas in threads have not been tried with; switch "
-            'it off, or pass compile={"options": {"triton.cudagraphs": False}}'
+            f"{INDUCTOR_GRAPHS} is on, so that compile= uses CUDA graphs, which were "
+            "never tried with replicas in threads; switch this setting off, or pass "
+            'compile={"options": {"triton.cudagraphs": False}}'
         )
     return partial(torch.compile, **compile)

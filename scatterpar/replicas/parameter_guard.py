@@ -182,8 +182,8 @@ class ParameterGuard:
             )
         yield RuntimeError(
             f"the forward pass writes the parameter {name}, which all replicas read: "
-            f"{outcome}; {remedy}write it after the optimizer's step, or keep what "
-            "forward passes write in a buffer (register_buffer)"
+            f"{outcome}; {remedy}write the parameter after the optimizer's step, or "
+            "keep the values that forward writes in a buffer (register_buffer)"
         )
 
     def _restore_places(self, numbers: Iterable[int]) -> None:

@@ -29,8 +29,8 @@ from scatterpar.devices.virtual_devices import physical
 from scatterpar.objects.quantised import is_composite, is_quantised, only_frozen
 
 SCRIPT = (
-    "a TorchScript module, whose tensors live in C++; pass the nn.Module that "
-    "torch.jit was given. A criterion that is a function may call a TorchScript module"
+    "a TorchScript module, whose tensors live in C++; pass the nn.Module that you gave "
+    "to torch.jit. A criterion that is a function may call a TorchScript module"
 )
 
 
@@ -58,8 +58,8 @@ def refuse_uncopied(subject: str, tensor: Tensor) -> None:
         plain = "its .to_dense()"
     if kind:
         raise TypeError(
-            f"{subject} a {kind} tensor, which replicas do not copy; register as plain "
-            f"buffers {plain}"
+            f"{subject} a {kind} tensor, which replicas do not copy; instead, register "
+            f"as plain buffers {plain}"
         )
 
 
@@ -80,8 +80,8 @@ def refuse_created(root: Any, known: Iterable[Tensor]) -> None:
         if parameter.requires_grad and id(parameter) not in ids:
             raise ValueError(
                 f"the forward pass creates the parameter {name!r} on each replica, "
-                "where no optimizer finds it; nothing was changed. Create it before "
-                "the first step: call the module once on one micro-batch"
+                "where no optimizer finds it; create the parameter before the first "
+                "step: call the module once on one micro-batch. Nothing was changed"
             )
 
 

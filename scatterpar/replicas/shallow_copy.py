@@ -20,11 +20,11 @@ def new_like(module: nn.Module) -> nn.Module:
     """
     kind = type(module)
     if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(f"the module holds, in something that is no module, {SCRIPT}")
+        raise TypeError(f"the module holds, in an object that is no module, {SCRIPT}")
     if any(vars(base).get("__slots__") for base in kind.__mro__):
         problem = f"the class {kind.__name__} of a module has __slots__"
         raise TypeError(
-            f"{problem}, whose values replicas do not copy; remove __slots__"
+            f"{problem}, whose values replicas do not copy; remove __slots__ from it"
         )
     replica = module
     # A class may have a protocol of its own, as recurrent layers. torch's calls

@@ -57,7 +57,7 @@ class MemoryPart(NamedTuple):
                 f"the forward pass makes a buffer share the memory of {self.name!r}, "
                 f"whose elements have gaps between them (strides {original.stride()}): "
                 f"nothing was changed; register {self.name!r} as a tensor of its own "
-                "(clone()), or write buffers with copy_"
+                "(clone()), or write into buffers with copy_"
             )
         offset = self.buffer.storage_offset() - self.tensor.storage_offset()
         return original.detach().as_strided(
@@ -237,7 +237,7 @@ def _owner(
     raise ValueError(
         f"the forward pass makes the buffers {names} share memory, but they are not "
         "views of one of these buffers: nothing was changed; give each buffer a tensor "
-        "of its own (clone()), or write values with copy_"
+        "of its own (clone()), or write into buffers with copy_"
     )
 
 

@@ -205,8 +205,8 @@ class Meeting(Cancellation):
             if left:
                 raise RuntimeError(
                     f"{missing}, where others wait: every replica must call the same "
-                    "nn.SyncBatchNorm layers, and its loss must depend on them; "
-                    f"{_INSTEAD}"
+                    "nn.SyncBatchNorm layers, and each loss must depend on all of "
+                    f"them; {_INSTEAD}"
                 )
             if not self.changed.wait(MEETING_SECONDS):
                 raise TimeoutError(
@@ -368,8 +368,8 @@ class SynchronisedForward:
         # The others cannot come to an exchange, as long as they wait for their turn.
         if seat.meeting.is_turn_of(seat.replica, seat.number):
             raise RuntimeError(
-                f"the criterion asks for a gradient through {self._name!r}, where "
-                "replicas wait for each other, and one replica at a time calls a "
+                f"the criterion computes a gradient through {self._name!r}, where "
+                "replicas wait for each other, but one replica at a time calls a "
                 "criterion that is a function; write the criterion as an nn.Module, of "
                 "which each replica has a copy"
             )

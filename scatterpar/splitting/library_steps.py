@@ -95,8 +95,8 @@ def _use_made(trainer: Any, parts: Sequence[Any]) -> None:
         if not isinstance(part, Mapping) or not set(keys) <= part.keys():
             raise ValueError(
                 f"{type(trainer).__name__} makes its batches by itself, differently "
-                f"for each split; pass as batch what its _prepare_inputs returns, a "
-                f"dict with the keys {', '.join(keys)}"
+                f"for each split; pass as batch the dict that the trainer's "
+                f"_prepare_inputs returns, with the keys {', '.join(keys)}"
             )
     trainer._prepare_inputs = lambda inputs: inputs
 

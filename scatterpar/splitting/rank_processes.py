@@ -120,7 +120,7 @@ def _sending() -> Iterator[None]:
     except (AttributeError, ImportError, TypeError, pickle.PicklingError) as error:
         raise ValueError(
             f"step cannot be sent to new processes, which ranks= needs on this machine "
-            f"({error}); define it, and the model's class, in a file that can be "
+            f"({error}); define step, and the model's class, in a file that can be "
             f"imported"
         ) from error
 

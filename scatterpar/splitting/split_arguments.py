@@ -71,9 +71,10 @@ class SplitArguments:
     def _check_for_ranks(self) -> None:
         if refers_to_accelerator(self.step):
             raise ValueError(
-                f"step refers to an Accelerator that was made outside of it, for this "
-                f"process alone, and ranks={self.ranks} starts others; make it, or the "
-                f"Trainer that has it, in step, and call prepare() there"
+                f"step refers to an Accelerator that was made outside of step, for "
+                f"this process alone, and ranks={self.ranks} starts other processes; "
+                f"make the Accelerator, or the Trainer that has it, in step, and call "
+                f"prepare() there"
             )
         # Tensors of accelerators cannot be sent to other processes as copies.
         devices = {parameter.device.type for parameter in self.model.parameters()}

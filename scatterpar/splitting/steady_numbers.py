@@ -41,9 +41,9 @@ def first_reference(
         as_drawn = runs.reference(rows, numbers=Numbers.AS_DRAWN)
     if is_zero(as_drawn.gradients):
         raise ValueError(
-            "step left no gradient on a parameter of the model; call backward() "
-            "for the model that step gets, and do not call zero_grad() between the "
-            "last backward() and optimizer.step()"
+            "step left no gradient on a parameter of the model; call backward() on a "
+            "loss of the model that step gets, and do not call zero_grad() between "
+            "the last backward() and optimizer.step()"
         )
     if not result.has_drawn:
         return result, []
@@ -61,8 +61,8 @@ def first_reference(
     if len(vanished) == len(as_drawn.gradients) or is_zero(result.gradients):
         raise ValueError(
             "the gradient is zero with the constant numbers that random operators "
-            "give in splitcheck, so nothing can be compared; draw the numbers "
-            "before the call of splitcheck, and pass them in batch"
+            "give in splitcheck, so nothing can be compared; draw the random numbers "
+            "before you call splitcheck, and pass them in batch"
         )
     unseen: list[str] = []
     if vanished:

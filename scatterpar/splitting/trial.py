@@ -149,8 +149,8 @@ class Trial:
             if not self.runs.takes_one_batch(self.rows):
                 raise
             raise ValueError(
-                "step was written for one batch, and gets a list of them; write `for "
-                "batch in batches:` around its forward and backward pass"
+                "step was written for one batch, and gets a list of batches; write "
+                "`for batch in batches:` around its forward and backward pass"
             ) from error
         reference, results, worst, _ = comparison
         coarsest = reference.coarsest or results[0].coarsest
@@ -183,8 +183,8 @@ class Trial:
             if not zeros:
                 raise ValueError(
                     "all gradients have other shapes in parts than in the whole batch, "
-                    "as FSDP's flat parameters have on ranks; use fully_shard, whose "
-                    "shards are put together"
+                    "as FSDP's flat parameters have on ranks; use fully_shard: "
+                    "splitcheck puts its shards together"
                 )
             self.runs.zeros = zeros
             self.runs.align(everything)

@@ -232,12 +232,12 @@ class _ReturnGradients(torch.autograd.Function):
 
 
 _NO_GRAPH = (
-    "create_graph=True: the gradients of an engine's loss were computed in the call, "
-    "and have no graph; differentiate them inside the criterion or the module, or use "
-    "plain torch for this loss"
+    "create_graph=True: engine.loss(…) has computed the gradients already, and they "
+    "have no graph; compute gradients of gradients inside the criterion or the module, "
+    "or use plain torch for this loss"
 )
 _TWICE = (
     "a second backward pass through an engine's loss: the first one took the "
-    "gradients, even with retain_graph=True; call engine.loss again, or add up all "
-    "that depends on this loss, and call backward() once"
+    "gradients, even with retain_graph=True; call engine.loss again, or add up "
+    "everything that is computed from this loss, and call backward() on the sum, once"
 )

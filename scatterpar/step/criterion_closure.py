@@ -108,19 +108,19 @@ def not_replicated(
     return ValueError(
         f"a gradient arrives at {name}, of which replicas have no copy; to train this "
         "parameter, bind its network with functools.partial(criterion, net=net), or "
-        "make the network a part of an nn.Module; otherwise call "
-        "net.requires_grad_(False). A penalty on the trained weights is added to the "
-        "loss of the step, as (engine.loss(…) + penalty(model)).backward(). Nothing "
-        "was changed"
+        "make the criterion an nn.Module that has the network; not to train it, call "
+        "net.requires_grad_(False). For a penalty on the model's weights write "
+        "(engine.loss(…) + penalty(model)).backward(). Nothing was changed"
     )
 
 
 def _reached_by_an_object(path: str) -> ValueError:
     return ValueError(
         f"a gradient arrives at your module's own {path!r} in place of a replica's: "
-        f"an object of a class that replicas share, or a global, refers to it; in "
-        f"forward, use the parameter through attributes of the module, and lists and "
-        f"dicts in these: each replica has copies of them. Nothing was changed"
+        f"forward uses the parameter through a global variable, or through an object "
+        f"of your own class, which replicas share; use it through attributes of the "
+        f"module, or lists and dicts in these attributes: each replica has copies of "
+        f"them. Nothing was changed"
     )
 
 

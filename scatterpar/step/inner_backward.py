@@ -74,6 +74,7 @@ def inner_backward(leaf: Tensor, roots: Iterable[Any]) -> ValueError:
                 name = f"the parameter {path!r}"
     return ValueError(
         f"backward() inside forward or the criterion: its gradient arrived at {name}, "
-        f"in each micro-batch, and cannot be weighted as the loss is; return that loss "
-        f"from forward, and add it to the loss in the criterion. Nothing was changed"
+        f"in each micro-batch, and the engine cannot weight this gradient as it "
+        f"weights the loss; return the inner loss from forward, and add it to the "
+        f"loss in the criterion. Nothing was changed"
     )

@@ -136,8 +136,8 @@ def require_same_names(first: Mapping[str, Any], later: Mapping[str, Any]) -> No
     if first.keys() != later.keys():
         raise ValueError(
             f"the criterion returned the numbers {_listed(first)} for some rows and "
-            f"{_listed(later)} for others; return the same names for all rows, 0.0 "
-            "where there is nothing to log"
+            f"{_listed(later)} for others; return the same names for all rows, with "
+            "the number 0.0 if there is nothing to log"
         )
 
 

@@ -183,14 +183,14 @@ def require_trainable(module: Any) -> None:
     """Raise an error if no gradient can be computed: none is enabled, or required."""
     if not torch.is_grad_enabled():
         raise RuntimeError(
-            "a step under torch.no_grad() or inference_mode() has no gradient; call it "
-            "outside of these, or call engine.loss(…) if you need the loss only"
+            "a step under torch.no_grad() or inference_mode() has no gradient; leave "
+            "this mode for the step, or call engine.loss(…) if you need the loss only"
         )
     if not isinstance(module, nn.Module):
         return
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError(
             f"the module, {type(module).__name__}, has no parameter that requires "
-            f"grad: there is nothing to train; call .requires_grad_() on what is to be "
-            f"trained"
+            f"grad: there is nothing to train; call .requires_grad_() on the "
+            f"parameters that you want to train"
         )

@@ -318,13 +318,14 @@ def _count(
     if labels is None:
         raise TypeError(
             f"count_labels found no labels: neither targets ({type(targets).__name__}) "
-            f"nor inputs ({type(inputs).__name__}) has a tensor {key!r}; say where "
-            "they are with key="
+            f"nor inputs ({type(inputs).__name__}) has a tensor {key!r}; pass the key "
+            "or index of the labels as key="
         )
     if shifted and labels.ndim < 2:
         raise ValueError(
             f"shifted=True needs labels with a dimension 1, got shape "
-            f"{tuple(labels.shape)}; pass labels of tokens, or leave shifted=True out"
+            f"{tuple(labels.shape)}; pass labels with one entry per token, or leave "
+            "shifted=True out"
         )
     if shifted:
         labels = labels[:, 1:]

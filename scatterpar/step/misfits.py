@@ -74,9 +74,9 @@ def misfit_of_dataclass(
             )
             return TypeError(
                 f"inputs: {type(module).__name__} gets a {kind}, a dataclass, as one "
-                "argument, and uses it as a tensor; pass the tensors that it takes, in "
-                f"a tuple by position, of {fields}, or in a dict by name, such as "
-                "vars(batch)"
+                "argument, and uses it as a tensor; pass the tensors that forward "
+                f"takes: as a tuple, of {fields}, in the order of forward's arguments, "
+                "or as a dict by their names, such as vars(batch)"
             )
     return None
 
@@ -110,7 +110,7 @@ def _as_function_of_both(
     for form, args in forms:
         if _misfit(criterion, args, {}) is None:
             return f"lambda output, targets: criterion({form})"
-    return "lambda output, targets: …, which may leave one of them unused"
+    return "lambda output, targets: …, which may ignore one of the two"
 
 
 def _spread(value: Any) -> Sequence[None]:

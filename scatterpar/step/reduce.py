@@ -203,7 +203,7 @@ def _summed(
             raise ValueError(
                 f"the module holds a tensor of shape {tuple(slot.tensor.shape)} that "
                 f"was computed from parameters, such as weight[0], and replicas cannot "
-                f"train it; compute it in forward. Nothing was changed"
+                f"train it; compute this tensor in forward. Nothing was changed"
             )
     return gradients_of_leaves
 

@@ -277,8 +277,8 @@ def check_module(module: Any) -> None:
     if isinstance(module, _WRAPPERS):
         raise TypeError(
             f"module is already wrapped in {type(module).__name__}, which does the "
-            "same work; pass the model inside it, its .module (and process_group= for "
-            "several processes)"
+            "same work; pass the model inside of this wrapper, its .module (and "
+            "process_group= for several processes)"
         )
 
 

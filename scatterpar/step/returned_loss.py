@@ -50,8 +50,8 @@ class FinishedLoss(Tensor):
     ) -> Any:
         if func is Tensor.backward:
             raise RuntimeError(
-                "backward() of the loss of forward_backward(…): its gradients are in "
-                ".grad already, times the scale of scaler=; leave this line out, or "
+                "backward() of the loss of forward_backward(…): the gradients are in "
+                ".grad already (with scaler= they are scaled); leave this line out, or "
                 "call engine.loss(…), whose loss has a backward pass"
             )
         with plain_functions():

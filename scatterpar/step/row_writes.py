@@ -28,9 +28,9 @@ from scatterpar.torch_private.autograd import saved_tensors
 
 RowAccess = tuple[str, str]  # who has written, and what
 _WRITES_ARE_LOST = (
-    "The replicas get copies: your tensors keep their values, and the next step begins "
-    "with these; return from forward what is to stay, and write it after the step "
-    "(return_outputs=True). If nobody reads it again, nothing is lost."
+    "The replicas write into copies, and your tensors keep their old values; to keep "
+    "the new values, return them from forward with return_outputs=True, and write them "
+    "into your tensors after the step. If you do not need the new values, do nothing."
 )
 
 

@@ -104,8 +104,8 @@ def warn_of_what_replicas_lack() -> None:
     if names:
         warn(
             f"{', '.join(names)}: sees the caller's thread only, and not the threads "
-            "in which replicas compute; enter it in the module's forward, or use one "
-            "replica"
+            "in which replicas compute; enter this mode in the module's forward, or "
+            "use one replica"
         )
     if is_profiled():
         warn(

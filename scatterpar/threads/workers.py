@@ -339,20 +339,20 @@ class Workers:
             raise RuntimeError(
                 f"{self._owner} cannot be transformed by torch.func (grad, vmap, jvp, "
                 "…), because its replicas compute in threads of their own; transform "
-                "the module itself, as .module"
+                "its module instead, .module"
             )
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"{self._owner} belongs to another process: threads do not survive a "
-                "fork; make another in the process that uses it"
+                "fork; make another one in this process"
             )
         key = self._pid, id(module)
         with Interrupts() as interrupts:  # first: none between the lock and the try
             if not self._lock.acquire(blocking=False):
                 raise RuntimeError(
-                    f"{self._owner} is in the middle of a step: another cannot start "
-                    "from inside a criterion or a hook, nor from a second thread; "
-                    "start it after this step"
+                    f"{self._owner} is in the middle of a step: another step cannot "
+                    "start from inside a criterion or a hook, nor from a second "
+                    "thread; start the other step after this one"
                 )
             try:
                 # ``setdefault`` is atomic: of two threads, one gets the other's claim.

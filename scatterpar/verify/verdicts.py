@@ -208,8 +208,8 @@ def rows_broadcast(name: str, broadcast: RowBroadcast) -> Verdict:
     beyond = " and ".join(str(tuple(shape)) for shape in broadcast.beyond)
     return _refused(
         f"{name}: for {broadcast.more_rows} rows the shapes {beyond} do not "
-        f"broadcast, so that plain torch refuses the batch. In a micro-batch of "
-        f"{broadcast.num_rows} rows {within} do broadcast, and combine rows with "
+        f"broadcast, so plain torch raises an error. The shapes of a micro-batch of "
+        f"{broadcast.num_rows} rows, {within}, do broadcast, and combine rows with "
         f"columns.",
         "Pass targets, weights and masks with as many dimensions as the output has, "
         "such as weights[:, None].",

@@ -11,7 +11,7 @@ from scatterpar.batch.refused_outputs import refuse_generators, refuse_unjoinabl
 
 
 def test_generators_distributions_refused():
-    with pytest.raises(TypeError, match="a generator that has not been consumed"):
+    with pytest.raises(TypeError, match="a generator, an iterator; return a list"):
         refuse_generators({"rows": (row for row in [1])})
     with pytest.raises(TypeError, match="a Normal, a distribution"):
         refuse_unjoinable([torch.distributions.Normal(0.0, 1.0)])

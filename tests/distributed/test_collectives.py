@@ -318,7 +318,6 @@ def test_end_of_group_ends_its_threads():
     for (kind, words), have_ended in run_on_ranks(3, left)[:2]:
         assert kind == "RuntimeError"
         assert (
-            "the engine's process group is gone, by dist.destroy_process_group()"
-            in words
+            "the engine's process group no longer exists, perhaps because of " in words
         )
         assert have_ended

@@ -271,7 +271,7 @@ def test_scores_of_pairs_that_nobody_reads_are_right(devices):
         assert_close(loss, expected, "loss")
         assert_gradients(model, gradients)
         engine.eval()
-        with pytest.raises(ValueError, match="a matrix of pairs has those within a"):
+        with pytest.raises(ValueError, match="a matrix of all pairs of rows has only"):
             engine(ROWS[:9])
 
 

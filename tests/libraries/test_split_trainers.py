@@ -173,7 +173,7 @@ def test_trainer_of_trl_on_ranks(name, tmp_path):
 @pytest.mark.parametrize("rows", [TRL_ROWS["GRPO"] * 2, {"input_ids": tokens()[0]}])
 def test_prompts_in_place_of_completions_refused(rows, tmp_path):
     make = partial(trl_trainer, "GRPO", tmp_path)
-    words = "GRPOTrainer makes its batches by itself.* pass as batch what its"
+    words = "GRPOTrainer makes its batches by itself.* pass as batch the dict"
     with pytest.raises(ValueError, match=words):
         of_trainer(make, new(llama), rows)
 

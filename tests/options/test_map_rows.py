@@ -188,7 +188,7 @@ def test_packed_sequence_outputs_refused(devices):
     model = build(lambda: Returns(packs)).eval()
     with (
         ScatterOnceParallel(model, 2, devices(2)) as engine,
-        pytest.raises(ValueError, match="return what pad_packed_sequence"),
+        pytest.raises(ValueError, match="return pad_packed_sequence"),
     ):
         engine(INPUTS)
 

@@ -271,7 +271,7 @@ def logits_of(output):
 
 
 UNJOINED = {
-    "object": (in_object, logits_of, "not among its outputs.*tuple, dict or dataclass"),
+    "object": (in_object, logits_of, "not among the outputs.*tuple, dict or dataclass"),
     "object that is read": (in_object, lambda o: o.logits, "no attribute 'logits'"),
     "sparse": (lambda o, _: o.to_sparse(), lambda o: o.to_dense(), r"sparse.*to_dense"),
 }

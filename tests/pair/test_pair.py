@@ -82,7 +82,9 @@ def test_gather_of_lists_and_rowless_values():
     numbers = [torch.tensor(float(n), requires_grad=True) for n in (3, 1)]
     mixed = tuple({"y": torch.ones(int(n), 2), "loss": n} for n in numbers)
     assert gather(mixed, "cpu")["loss"] == 2.5
-    with pytest.raises(ValueError, match="the number of rows of each is unknown"):
+    with pytest.raises(
+        ValueError, match="it is unknown how many rows each number stands"
+    ):
         gather(numbers, "cpu")
     mean = gather([numbers[0]] * 2, "cpu")  # of any rows
     mean.backward()
@@ -203,7 +205,7 @@ def test_call_inside_a_call_refused(devices, part):
     outputs = DataParallelModel(nn.Identity(), devices(3))(INPUTS)
     given = (INPUTS,) if part == "model" else (outputs, INPUTS)
     words = (
-        rf"this {kind.__name__} is in the middle of a step: another cannot start "
+        rf"this {kind.__name__} is in the middle of a step: another step cannot start "
         r"from inside"
     )
     with pytest.raises(RuntimeError, match=words):

@@ -278,7 +278,7 @@ def test_graphs_switched_on_for_all_refused(option, monkeypatch):
         ScatterOnceParallel(nn.Linear(6, 3), 1, ["cpu"], compile=compile).close()
 
     refusal = pytest.raises(
-        ValueError, match=r"triton\.cudagraphs is on.*switch it off"
+        ValueError, match=r"triton\.cudagraphs is on.*switch this setting"
     )
     with config.patch({"triton.cudagraphs": True}):
         make(option)  # on the CPU torch's compiler records none

@@ -95,11 +95,11 @@ REFUSED = {
     "TorchScript": (
         holding(setattr, lambda: torch.jit.script(nn.Tanh())),
         r"cannot be replicated, since its child 'table' is a TorchScript module, .* "
-        r"torch.jit was",
+        r"gave to torch.jit",
     ),
     "a generator as output": (
         lambda: Returns(lambda logits, _: {"logits": (row for row in logits)}),
-        "output contains a generator that has not been consumed; return a list",
+        "output contains a generator, an iterator; return a list",
     ),
 }
 

@@ -439,5 +439,5 @@ def test_later_write_is_no_first_call(devices, monkeypatch):
         engine.forward_backward(ROWS, LABELS, CRITERION)
         engine.verify = False
         SWITCH["on"] = True
-        with pytest.raises(RuntimeError, match=r"lost; write it after"):
+        with pytest.raises(RuntimeError, match=r"lost; write the parameter after"):
             engine.forward_backward(ROWS, LABELS, CRITERION)

@@ -111,7 +111,9 @@ def test_generated_batches_refused_with_remedy(tmp_path):
             raise NotImplementedError
 
     make = trainer_of(Generating, tmp_path)
-    with pytest.raises(ValueError, match="what its _prepare_inputs returns"):
+    with pytest.raises(
+        ValueError, match="the dict that the trainer's _prepare_inputs returns"
+    ):
         of_trainer(make, new(llama), samples())
 
 

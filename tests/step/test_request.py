@@ -17,7 +17,7 @@ from torch import nn
 from scatterpar import DataParallelModel, ScatterOnceParallel
 
 INSIDE = (
-    "this engine is in the middle of a step: another cannot start from inside a "
+    "this engine is in the middle of a step: another step cannot start from inside a "
     "criterion"
 )
 

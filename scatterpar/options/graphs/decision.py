@@ -145,9 +145,9 @@ class Decision:
         if not self._told.mark(why):
             return
         if self.is_asked:
-            warn(f"graphs=True: sub-steps run as without graphs, because {why}")
+            warn(f"graphs=True: sub-steps run without graphs, because {why}")
         else:
-            logger.info("graphs: sub-steps run as without graphs, because %s", why)
+            logger.info("graphs: sub-steps run without graphs, because %s", why)
 
     # --- what changes ---
 

@@ -81,7 +81,7 @@ def test_merge_passes_other_structures_on():
 
 
 def test_merge_of_other_keys_refused():
-    with pytest.raises(ValueError, match=r"\['a'\] and \['b'\]; return the same keys"):
+    with pytest.raises(ValueError, match=r"\['a'\] and \['b'\]; return mappings"):
         nested.merge(sum, [{"a": 1}, {"b": 1}])
 
 

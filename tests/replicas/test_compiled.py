@@ -263,7 +263,7 @@ def test_compiled_cuda_graphs_refused(way, monkeypatch):
     with engine:
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         with pytest.raises(
-            ValueError, match=f"{name} was compiled with CUDA graphs, which repl"
+            ValueError, match=f"{name} was compiled with CUDA graphs, which were"
         ):
             step(engine)
         assert model[0].weight.grad is None

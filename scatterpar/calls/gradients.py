@@ -640,10 +640,11 @@ class CallGradients:
     def _tell_of_parts(self) -> None:
         if self._told.mark("parts"):
             warn(
-                "hooks on parameters run more than once, with parts of the gradient, "
-                "if reentrant checkpoints inside of the module use the parameter, or "
-                "if all earlier backward passes that used the parameter were inside of "
-                "no_sync(); with checkpoint(…, use_reentrant=False) hooks run once"
+                "hooks on parameters run more than once, with parts of the gradient: a "
+                "reentrant checkpoint inside of the module uses the parameter, or the "
+                "last backward pass, outside of no_sync(), does not use it; write "
+                "checkpoint(…, use_reentrant=False), and use parameters with hooks in "
+                "the last backward pass, too"
             )
 
     def _nothing(self) -> ByReplica:

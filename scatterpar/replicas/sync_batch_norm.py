@@ -368,10 +368,10 @@ class SynchronisedForward:
         # The others cannot come to an exchange, as long as they wait for their turn.
         if seat.meeting.is_turn_of(seat.replica, seat.number):
             raise RuntimeError(
-                f"the criterion computes a gradient through {self._name!r}, where "
-                "replicas wait for each other, but one replica at a time calls a "
-                "criterion that is a function; write the criterion as an nn.Module, of "
-                "which each replica has a copy"
+                f"the criterion computes a gradient through {self._name!r}. There "
+                "replicas wait for each other, but a criterion that is a function is "
+                "called by one replica at a time, so they would wait for ever; write "
+                "the criterion as an nn.Module, of which each replica has a copy"
             )
         streams = []
         if has_streams(moments.packed.device):

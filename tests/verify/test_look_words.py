@@ -38,7 +38,7 @@ def inconclusive(**options):
         ),
         (
             look_words.state_is_moved(asked(), ["the buffer 'a'", "the number b"]),
-            "forward passes move the buffer 'a', the number b to other values",
+            "forward passes move the buffer 'a', the number b: their values change",
             "Change this state once per step, outside of forward",
         ),
         (

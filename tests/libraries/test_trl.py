@@ -11,6 +11,7 @@ from harness.oracle import seeded
 from harness.pages import example
 from harness.trainers import (
     QUIET,
+    VOCABULARY,
     assert_same_run,
     language_model,
     moved,
@@ -80,6 +81,19 @@ def lora():
         return peft.get_peft_model(language_model(), config).double()
 
 
+def experts():
+    """A mixture of experts. TRL adds its load-balancing loss by default."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 8}
+    parts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    words = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
+    with seeded():
+        config = transformers.Qwen3MoeConfig(
+            experts_implementation="eager", **sizes, **parts, **words
+        )
+        return transformers.Qwen3MoeForCausalLM(config).double()
+
+
 def scorer():
     with seeded():
         config = language_model().config
@@ -106,6 +120,7 @@ CASES = {
         {},
     ),
     "SFT smoothed": ({"label_smoothing_factor": 0.1}, language_model, texts, {}),
+    "SFT of experts": ({"router_aux_loss_coef": 0.0}, experts, texts, {}),
     "DPO": ({}, language_model, preferences, {"ref_model": True}),
     "DPO LoRA": ({}, lora, preferences, {}),
     "DPO LoRA recomputed": ({"activation_checkpointing": True}, lora, preferences, {}),
@@ -173,6 +188,14 @@ def test_run_equals_stock_trainer(tmp_path, name, layout, divided_calls):
         not torch.equal(start[key], parameter)
         for key, parameter in ours.model.named_parameters()
     )
+
+
+def test_load_balancing_loss_raises(tmp_path):
+    """It is a product of two means over all tokens of a batch."""
+    case = ("SFT of experts", tmp_path, LAYOUTS["virtual"])
+    trainer = made(*case, router_aux_loss_coef=0.1)
+    with pytest.raises(ValueError, match=r"loss .* is not the sum of the losses"):
+        quietly(trainer.train)
 
 
 def test_evaluation_equals_stock(tmp_path):

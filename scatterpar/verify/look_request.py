@@ -64,6 +64,7 @@ class LookRequest:
         is_divided: whether the step divides the batch into parts.
         candidates: how losses may combine; the first one is assumed so far.
         ways: how the losses of a caller may combine, in its words.
+        is_again: whether another look at this step has left several candidates.
     """
 
     attempt: Attempt
@@ -72,6 +73,7 @@ class LookRequest:
     is_divided: bool
     candidates: Sequence[LossCandidate]
     ways: LossWays
+    is_again: bool = False
 
     @property
     def loss(self) -> str:

@@ -16,6 +16,7 @@ says so.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 from scatterpar.devices.memory import no_kernel_search
 from scatterpar.errors import warn
@@ -176,7 +177,11 @@ class Verifier:
         look_request: LookRequest,
         kind: Kind,
     ) -> LossCandidate:
-        """Returns the candidate that fits best; keeps those that may fit as well."""
+        """Returns the candidate that fits best; keeps those that may fit as well.
+
+        If it matters in this step which of them holds, one more look takes other rows,
+        or divides them otherwise.
+        """
         remaining = best_fits(fits)
         for candidate, reason in unclear:
             # A mean over terms that these rows have not: it would be no number.
@@ -185,6 +190,11 @@ class Verifier:
         self._keep(remaining, look_request, kind)
         plan = look_request.attempt.plan
         if is_open_between(look_request.request, plan, remaining):
+            if not look_request.is_again:
+                # By chance, parts of these rows may weigh the same by all of them.
+                kind.looks += 1
+                again = replace(look_request, candidates=remaining, is_again=True)
+                return self._decide(again, kind)
             self.warn_of_several(look_request.loss, remaining, look_request.ways, kind)
         return remaining[0]
 

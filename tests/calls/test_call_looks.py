@@ -267,6 +267,29 @@ def test_reentrant_checkpoint_inside_keeps_rules_apart(loss, scale, dtype):
             assert error < LIMITS[dtype]
 
 
+def of_lengths(lengths, seed):
+    """Sentences of these lengths, padded at the right."""
+    words = randint(20, len(lengths), max(lengths), seed=seed)
+    labels = words.clone()
+    for row, length in enumerate(lengths):
+        labels[row, length:] = -100
+    return words, labels
+
+
+@pytest.mark.parametrize("loss", few_of(RULES, [by_labels, by_shifted_labels]))
+@pytest.mark.parametrize("seed", few_of(range(40), [2]))
+def test_first_call_of_few_sentences_is_exact(seed, loss):
+    """The look had divided four rows so that both parts had the same number of labels,
+    shifted or not: the first step of TRL's SFT was off, with a warning.
+    """
+    lengths = (3 + randint(11, 4, seed=seed)).tolist()
+    net = build(lambda: Sentences(loss))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for error in losses_and_errors(net, [of_lengths(lengths, seed)]):
+            assert error < 1e-10
+
+
 def _checkpointed(use_reentrant):
     def call(engine, words, labels):
         scale = torch.ones((), dtype=torch.float64, requires_grad=True)

@@ -481,6 +481,15 @@ SABOTAGES = [
         seen_by="test_markers_move_no_labels",
     ),
     Sabotage(
+        name="a rule of a loss is assumed after one look",
+        promise="exact",
+        file="verify/verifier.py",
+        place="Verifier._choose",
+        text="if not look_request.is_again:",
+        replacement="if False:",
+        seen_by="test_first_call_of_few_sentences_is_exact",
+    ),
+    Sabotage(
         name="a rule of a loss that fits within rounding is dropped",
         promise="exact",
         file="verify/verifier.py",

@@ -180,14 +180,14 @@ _MEASURED: list[tuple[str, str, str, Callable[[Any], str]]] = [
     ),
     (
         "fixed_cost/own-cost.json",
-        "a step of two replicas, one sub-step each, instead of two sub-steps of a plain loop",
-        "torch",
+        "a step of two replicas, one sub-step each",
+        "two sub-steps of a plain loop",
         _microseconds_in_row(0, 1),
     ),
     (
         "fixed_cost/own-cost.json",
-        "each further pair of sub-steps, one per replica, instead of two of the loop",
-        "torch",
+        "each further pair of sub-steps, one per replica",
+        "two more sub-steps of the loop",
         _microseconds_in_row(1, 1),
     ),
 ]

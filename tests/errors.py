@@ -51,6 +51,8 @@ PLACEHOLDER = re.compile("‹[^›]*›")
 # Nouns of values that say nothing about them.
 EMPTY_NOUNS = {"text", "value", "first", "word", "words"}
 NOUNS = {"k": "k", "why": "reason", "shown": "reason", "stride": "strides"}
+NOUNS |= {"first_of_these": "mean or sum", "another": "sum or mean"}
+NOUNS |= {"remedies": "count= or reduction= to pass"}
 LETTERS_OF_A_SENTENCE = 40
 MAX_CASES = 5  # texts of a remedy that are shown
 NOTHING_TO_DO = "nothing to do"

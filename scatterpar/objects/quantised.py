@@ -89,6 +89,6 @@ def only_frozen(subject: str, tensor: Tensor) -> TypeError:
         remedy = "make it a plain tensor by its .dequantize() or .full_tensor()"
     return TypeError(
         f"{subject}, a {type(tensor).__name__}, which is {kind}: replicas have copies "
-        "of frozen parameters of this kind only; freeze this tensor by "
+        "of parameters of this kind only if they are frozen; freeze this tensor by "
         f".requires_grad_(False) and train adapters, or {remedy}"
     )

@@ -41,7 +41,7 @@ def state_is_moved(look_request: LookRequest, names: Sequence[str]) -> str:
         f"forward passes move {shortened(', '.join(names))}: their values change in "
         "each sub-step, on each replica separately. Attributes begin the next step "
         "with the values that they have in your module.",
-        "Change this state once per step, outside of forward, or keep it in a buffer, "
+        "Change this state once per step, outside of forward. Or keep it in a buffer, "
         "and train on one replica with one sub-step. If the criterion changes the "
         "state, keep it in a buffer of the criterion, and pass whole_batch=True (with "
         "the pair, call the criterion on gather(outputs, device)).",

@@ -238,7 +238,8 @@ def test_buffer_of_tensors_refused():
     model = build(lambda: nn.Linear(8, 4))
     model.register_buffer("table", TwoTensor(randn(4, 8), randn(4, 8)))
     with pytest.raises(
-        TypeError, match=r"'table', a TwoTensor, .* frozen parameters of this kind"
+        TypeError,
+        match=r"'table', a TwoTensor, .* parameters of this kind only if they",
     ):
         ScatterOnceParallel(model, 2, VIRTUAL)
 

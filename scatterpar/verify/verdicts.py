@@ -245,8 +245,9 @@ def _wrong_on_the_replica(results: LookResults, _: Finding) -> Verdict:
         f"{results.expected.loss:.4g} with your own module in plain torch, but "
         f"{results.of_replica.loss:.4g} on a replica (the gradient is "
         f"{_size_of(results.difference)}).",
-        f"If the loss reads a value that forward sets on the module, {RETURN}. Compute "
-        "tensors from parameters in forward.",
+        "If the loss reads a value that forward sets on the module, such as an "
+        f"auxiliary loss, {RETURN}. If a tensor is computed from parameters, compute "
+        "this tensor in forward.",
         "Or the loss computes gradients by your own parameters. No count=, reduction= "
         "or whole_batch= says that.",
     )

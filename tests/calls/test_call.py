@@ -237,7 +237,9 @@ TOLD = {
         *("batch normalisation", cross_entropy, False),
     ),
     "a mean that is kept": Answer(other(_keeps_mean), "forward sets .* 'mean'"),
-    "a norm with a graph": Answer(other(_keeps_output_of_rows), "'norm', which has no"),
+    "a norm with a graph": Answer(
+        other(_keeps_output_of_rows), "'norm'. The tensor has no"
+    ),
     "texts per row": Answer(
         other(lambda self, x, _: self.net(x)), "alone", _with_texts
     ),

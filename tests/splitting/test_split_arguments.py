@@ -29,7 +29,7 @@ def test_non_functions_and_modules_refused():
         splitcheck(1, new(Net), images())
     with pytest.raises(TypeError, match=r"model must be an nn\.Module, got"):
         splitcheck(backward_sums, backward_sums, images())
-    with pytest.raises(ValueError, match=r"passed as Rows\(entries\)"):
+    with pytest.raises(ValueError, match=r"per row as Rows\(entries\)"):
         splitcheck(backward_sums, new(Net), ["a"] * 16)
 
 

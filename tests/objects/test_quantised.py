@@ -219,7 +219,7 @@ def packed_of_floats():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (Composite, r"parameter 'weight', a TwoTensor, .* frozen param"),
+        (Composite, r"parameter 'weight', a TwoTensor, .* only if they are frozen"),
         (packed_of_floats, r"'weight', a Packed, .* as bitsandbytes does it"),
     ],
 )

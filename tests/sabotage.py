@@ -1608,7 +1608,7 @@ SABOTAGES = [
         name="a chain of devices ends early",
         promise="exact",
         file="devices/relay.py",
-        place="relay",
+        place="Relay.send",
         text="pairwise(zip(devices, places, strict=True))",
         replacement="pairwise(zip(devices[:-1], places, strict=False))",
         seen_by="test_all_get_values_of_the_first",

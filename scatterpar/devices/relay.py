@@ -31,34 +31,43 @@ from scatterpar.devices.pieces import (
 from scatterpar.devices.transfers import Transfers
 
 _Key = TypeVar("_Key", bound=Hashable)
+# A piece, and its parts on each device.
+_PlacedPiece = tuple[Piece[_Key], Sequence[list[Tensor]]]
 
 
-def relay(
-    flat: Sequence[Mapping[_Key, Tensor]],
-    devices: Sequence[torch.device],
-    transfers: Transfers,
-    phase: str,
-) -> None:
-    """Copy the tensors of the first device to the same ones of all others.
+class Relay(Generic[_Key]):
+    """Copies of the first device's tensors to the same ones of all other devices.
 
     ``flat`` has 1-D tensors per device. Of those of the first device the others may
-    have more.
+    have more. They are cut once, and may be sent in many steps.
     """
-    pieces = cut_into_pieces(flat[0], len(devices), coalescing.CHUNK_BYTES)
-    packed = [piece for piece in pieces if len(piece.parts) > 1]
-    buffers = _PieceBuffers(packed, flat, devices)
-    with Lanes(devices, transfers, phase) as lanes:
-        for piece in pieces:
-            if len(piece.parts) > 1:
-                buffers.send(piece, lanes)
-                continue
-            # A part of one tensor needs no buffer.
-            places = [piece.of(of_device)[0] for of_device in flat]
-            links = pairwise(zip(devices, places, strict=True))
-            for (sender, source), (receiver, target) in links:
-                lanes.send(source, sender, target, receiver)
-                lanes.send_arrived(receiver)
-        buffers.unpack(lanes)
+
+    def __init__(
+        self, flat: Sequence[Mapping[_Key, Tensor]], devices: Sequence[torch.device]
+    ) -> None:
+        self._devices = devices
+        # Each piece with its parts on each device.
+        self._pieces: list[_PlacedPiece[_Key]] = []
+        for piece in cut_into_pieces(flat[0], len(devices), coalescing.CHUNK_BYTES):
+            self._pieces.append((piece, [piece.of(of_device) for of_device in flat]))
+
+    def send(self, transfers: Transfers, phase: str) -> None:
+        """Copy the values that the first device has now."""
+        devices = self._devices
+        packed = [piece for piece, _ in self._pieces if len(piece.parts) > 1]
+        buffers: _PieceBuffers[_Key] = _PieceBuffers(packed, devices)
+        with Lanes(devices, transfers, phase) as lanes:
+            for piece, parts in self._pieces:
+                if len(piece.parts) > 1:
+                    buffers.send(piece, parts, lanes)
+                    continue
+                # A part of one tensor needs no buffer.
+                places = [part for (part,) in parts]
+                links = pairwise(zip(devices, places, strict=True))
+                for (sender, source), (receiver, target) in links:
+                    lanes.send(source, sender, target, receiver)
+                    lanes.send_arrived(receiver)
+            buffers.unpack(lanes)
 
 
 class _PieceBuffers(Generic[_Key]):
@@ -76,10 +85,8 @@ class _PieceBuffers(Generic[_Key]):
     def __init__(
         self,
         packed: Sequence[Piece[_Key]],
-        flat: Sequence[Mapping[_Key, Tensor]],
         devices: Sequence[torch.device],
     ) -> None:
-        self._flat = flat
         self._devices = devices
         self._size = buffer_bytes(packed) if packed else 1
         # At least two: a piece may arrive while the one before is sent on.
@@ -92,19 +99,24 @@ class _PieceBuffers(Generic[_Key]):
         for _ in range(self._count):
             self._sent.append({})
         # With its memory in the buffers of all devices.
-        self._full: list[tuple[Piece[_Key], list[Tensor]]] = []
+        self._full: list[tuple[_PlacedPiece[_Key], list[Tensor]]] = []
 
     def _places(self, piece: Piece[_Key], number: int) -> list[Tensor]:
         """The memory of a piece in the buffer of this number, on each device."""
         start = number * self._size
         return [piece.in_buffer(buffer[start:]) for buffer in self._memories]
 
-    def send(self, piece: Piece[_Key], lanes: Lanes) -> None:
-        """Pack a piece on the first device, and send it to all others."""
+    def send(
+        self, piece: Piece[_Key], parts: Sequence[list[Tensor]], lanes: Lanes
+    ) -> None:
+        """Pack a piece on the first device, and send it to all others.
+
+        ``parts`` are those of each device.
+        """
         number = len(self._full)
         places = self._places(piece, number)
         lanes.use_departing(self._devices[0])
-        piece.pack(piece.of(self._flat[0]), places[0])
+        piece.pack(parts[0], places[0])
         sent = self._sent[number]
         links = pairwise(zip(self._devices, places, strict=True))
         for (sender, source), (receiver, target) in links:
@@ -113,7 +125,7 @@ class _PieceBuffers(Generic[_Key]):
             lanes.send(source, sender, target, receiver)
             sent[sender] = lanes.sent(sender)
             lanes.send_arrived(receiver)
-        self._full.append((piece, places))
+        self._full.append(((piece, parts), places))
         if len(self._full) == self._count:
             self.unpack(lanes)
 
@@ -121,6 +133,6 @@ class _PieceBuffers(Generic[_Key]):
         """Copy all pieces in buffers to the tensors of the receivers."""
         for receiver in range(1, len(self._devices)):
             lanes.use_arriving(self._devices[receiver])
-            for piece, places in self._full:
-                piece.unpack(places[receiver], piece.of(self._flat[receiver]))
+            for (piece, parts), places in self._full:
+                piece.unpack(places[receiver], parts[receiver])
         self._full = []

@@ -362,7 +362,13 @@ def _with_sums(outcome: Outcome, pooled: Sequence[Tensor], sums: _SumParts) -> O
         for rows, value in zip(sums.statistics, pooled, strict=True):
             by_tensor.append([_as_it_was_sent(row, value) for row in rows])
         statistics = statistics.pooled(by_tensor)
-    return replace(outcome, gradients=gradients, buffers=buffers, statistics=statistics)
+    return replace(
+        outcome,
+        gradients=gradients,
+        buffers=buffers,
+        statistics=statistics,
+        prepared=None,
+    )
 
 
 def _sendable(value: Tensor, dtypes: set[torch.dtype]) -> Tensor:

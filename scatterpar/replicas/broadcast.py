@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from itertools import compress
-from operator import attrgetter
+from operator import attrgetter, ne
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from scatterpar.devices.copies import to_numbers
 from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.memory import empty
 from scatterpar.devices.pieces import flat_view, needs_pieces
-from scatterpar.devices.relay import relay
+from scatterpar.devices.relay import Relay
 from scatterpar.devices.transfers import Transfers
 from scatterpar.devices.virtual_devices import HOST
 from scatterpar.devices.write_counters import versions
@@ -82,7 +82,7 @@ class Broadcast:
 
     The owner of a tensor, in ``send_changed`` the master, sends it message by message.
     Every device that has a message sends it on, in the reverse order of ``tree_pairs``.
-    If there is much to send, it goes along a chain instead (``relay``).
+    If there is much to send, it goes along a chain instead (``Relay``).
 
     Attributes:
         contents: the module's contents that were sent.
@@ -111,13 +111,15 @@ class Broadcast:
         self._layout = _layout(contents)
         # To see later whether a tensor's storage, shape or strides were exchanged.
         self.places = list(map(Tensor.detach, self._tensors))
-        self._have_addresses = _have_addresses(self.places)
         self.forms: Forms | None = None
         self._copies = {
             device: empty_like_on(self._tensors, device) for device in self.memories[1:]
         }
         # Flat views of the tensors on each device, as soon as they are needed.
         self._flat: dict[torch.device, Mapping[int, Tensor]] = {}
+        # The latest relay from each owner, with the numbers that were asked for, and
+        # those of its tensors.
+        self._relays: dict[torch.device, tuple[Set[int], Set[int], Relay[int]]] = {}
         self._messages = messages(dict(enumerate(self._tensors)))
         self._large = {
             number: Freshness()
@@ -146,9 +148,8 @@ class Broadcast:
         if _layout(contents) != self._layout:
             return False
         self.contents = contents  # another root may hold the same tensors
-        self._flat.pop(self.memories[0], None)
+        self._forget_flat()
         self.places = list(map(Tensor.detach, self._tensors))
-        self._have_addresses = _have_addresses(self.places)
         self.forms = None
         return True
 
@@ -161,9 +162,9 @@ class Broadcast:
         # Of thousands of small tensors: ``is_set_to`` takes longer. No other storage
         # can have the address that a place has now; one that it had before it can,
         # because ``share_memory_`` and ``resize_`` move a storage.
-        if have_same_forms and self._have_addresses:
-            present = list(map(Tensor.data_ptr, self._tensors))
-            if present == list(map(Tensor.data_ptr, self.places)):
+        if have_same_forms:
+            present = addresses(self._tensors)
+            if present and present == addresses(self.places):
                 return True
         return self.are_in_place() or self.adopt(self.contents, self.memories)
 
@@ -172,7 +173,12 @@ class Broadcast:
         ``adopt_storages``.
         """
         if not self.are_in_place():
-            self._flat.pop(self.memories[0], None)
+            self._forget_flat()
+
+    def _forget_flat(self) -> None:
+        """Forget flat views of the user's tensors."""
+        self._flat.pop(self.memories[0], None)
+        self._relays.clear()
 
     def at(self, device: torch.device) -> Sequence[Tensor]:
         """The tensors in the memory of ``device``."""
@@ -212,21 +218,24 @@ class Broadcast:
         self._comparisons += 1
         reads_all = is_look_step(self._comparisons)
         asks_all = not self._comparisons % _COMPARISONS_PER_READING
+        # Most small tensors: an optimizer has written all parameters, and statistics
+        # differ in each step. They are passed over without a statement for each.
+        need_no_reading = set(self._small_parameters)
+        if not asks_all:
+            for number, in_a_row in self._differences.items():
+                if in_a_row >= _DIFFERENCES_IN_A_ROW and number not in self._large:
+                    need_no_reading.add(number)
+        sent = self._sent
+        are_written = map(ne, sent.values(), map(present.__getitem__, sent))
+        written = set(compress(sent, are_written))
         compared: _Compared = {}
-        for number, sent in self._sent.items():
-            is_as_sent = sent == present[number]
-            # Mostly, because an optimizer has written all parameters.
-            if not is_as_sent and number in self._small_parameters:
-                continue
-            in_a_row = self._differences.get(number, 0)
-            differs_again = in_a_row >= _DIFFERENCES_IN_A_ROW and not asks_all
-            reading = Reading.NOTHING
+        for number in sorted(sent.keys() - (written & need_no_reading)):
+            # A small one is cheap to read, so its version need not be believed.
+            reading = Reading.ALL
             if number in self._large:
+                is_as_sent = number not in written
                 reads_tensor = reads_all or number in self._owned
                 reading = self._large[number].reading(is_as_sent, reads_tensor)
-            # A small one is cheap to read, so its version need not be believed.
-            elif is_as_sent or not differs_again:
-                reading = Reading.ALL
             if reading is not Reading.NOTHING:
                 compared[number] = reading
         if not compared:  # an optimizer has updated all, and there are no buffers
@@ -357,6 +366,12 @@ class Broadcast:
         self, devices: Sequence[torch.device], numbers: Set[int], transfers: Transfers
     ) -> Set[int]:
         """Send those tensors of these that can be cut. Returns their numbers."""
+        owner = devices[0]
+        if owner in self._relays:
+            of_relay, common, relay = self._relays[owner]
+            if numbers == of_relay:  # mostly: those of the last step
+                relay.send(transfers, "replicate")
+                return common
         if not needs_pieces(self._bytes_of(numbers), len(devices)):
             return set()
         of_devices = [self._flat_at(device) for device in devices]
@@ -366,7 +381,9 @@ class Broadcast:
             return set()
         of_owner, *of_others = of_devices
         sent = {number: of_owner[number] for number in sorted(common)}
-        relay([sent, *of_others], devices, transfers, "replicate")
+        relay = Relay([sent, *of_others], devices)
+        self._relays[owner] = frozenset(numbers), common, relay
+        relay.send(transfers, "replicate")
         return common
 
     def _bytes_of(self, numbers: Set[int]) -> int:
@@ -394,12 +411,13 @@ class Broadcast:
         return all(map(Tensor.is_set_to, self._tensors, self.places))
 
 
-def _have_addresses(tensors: Sequence[Tensor]) -> bool:
-    """Whether each tensor has memory."""
+def addresses(tensors: Sequence[Tensor]) -> list[int]:
+    """Where tensors begin in memory; empty unless each has memory."""
     try:
-        return all(map(Tensor.data_ptr, tensors))
+        present = list(map(Tensor.data_ptr, tensors))
     except RuntimeError:  # of a subclass that consists of other tensors
-        return False
+        return []
+    return present if all(present) else []
 
 
 def _layout(contents: ModuleContents) -> list[Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.bits import same_bits
-from scatterpar.devices.coalescing import copy_each, is_unexpanded
+from scatterpar.devices.coalescing import copy_each, is_unexpanded, messages
 from scatterpar.devices.copies import write
 from scatterpar.replicas.shared_buffers import BufferDict, MemoryChanges, MemoryPart
 
@@ -154,9 +154,13 @@ class BufferWriter:
         self._values: dict[int, Tensor] = {}
         self._unchanged: list[tuple[Tensor, Tensor]] = []
         self._replacements: list[BufferValue] = []
+        self._messages: Sequence[Sequence[int]] | None = None  # of the targets
         self._buffers = list(buffers)
         self._earlier_values: list[Tensor] = []
         self._earlier_buffers: list[BufferValue] = []
+        is_simple = not changes and not equal
+        if self._buffers and is_simple and self._find_plain(can_write_all):
+            return
         parts: list[tuple[BufferDict, str, MemoryPart]] = []
         for container, name, value in self._buffers:
             # By name: a hook or the user may have replaced it since.
@@ -195,11 +199,41 @@ class BufferWriter:
             assert owner is not None
             self._replacements.append((container, name, part.of(owner)))
 
+    def _find_plain(self, can_write_all: bool) -> bool:
+        """Find the targets if all buffers are plain tensors that can be written.
+
+        Mostly they are. So hundreds are asked in few calls. Returns ``False``, and
+        finds nothing, if one is not.
+        """
+        targets: list[Any] = []
+        values: list[Any] = []
+        for container, name, value in self._buffers:
+            # By name: a hook or the user may have replaced it since.
+            targets.append(container.get(name))
+            values.append(value)
+        if not {Tensor}.issuperset(map(type, targets + values)):
+            return False
+        # One tensor may be a buffer under several names.
+        by_id = dict(zip(map(id, targets), targets, strict=True))
+        kinds = list(map(_kind_of_buffer, values))
+        if len(by_id) < len(targets) or list(map(_kind_of_buffer, targets)) != kinds:
+            return False
+        if any(map(Tensor.is_inference, targets)) and not can_write_all:
+            return False
+        # Others may repeat memory.
+        if not all(map(Tensor.is_contiguous, targets)):
+            return False
+        self._targets = by_id
+        self._values = dict(zip(by_id, values, strict=True))
+        self._messages = messages(dict(enumerate(targets)))
+        return True
+
     def write(self) -> None:
         """Write all buffers."""
         with torch.no_grad():
             # In few kernels: most buffers are small.
-            copy_each(list(self._targets.values()), list(self._values.values()))
+            targets = list(self._targets.values())
+            copy_each(targets, list(self._values.values()), self._messages)
         # After the kernels: assignments cannot fail.
         for container, name, value in self._replacements:
             container[name] = value

@@ -30,7 +30,7 @@ from scatterpar.replicas.batch_statistics import (
     pooled,
     record,
 )
-from scatterpar.replicas.broadcast import Broadcast, CopyComparison
+from scatterpar.replicas.broadcast import Broadcast, CopyComparison, addresses
 from scatterpar.replicas.buffers import RUNNING, BufferValue, RegisteredBuffers
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.computed_weights import computing_hooks, set_computed
@@ -597,7 +597,8 @@ class Replica(ModuleCopy):
         seat: where its synchronised batch normalisation meets that of other replicas.
         state: its containers, and which tensors require grad, as of the last ``reset``.
         was_called: whether it may have been called since the last ``reset``: from
-            ``restore``, which has compared the containers with ``state``.
+            ``restore``, which has compared the containers with ``state``, and from
+            ``reset_written``.
     """
 
     def __init__(self, replica_set: ReplicaSet, device: torch.device) -> None:
@@ -634,6 +635,7 @@ class Replica(ModuleCopy):
                 self._sources.append(source)
         self._own_tensors = [self.tensors[number] for number in self._own]
         self._own_places = [self._places[number] for number in self._own]
+        self._own_addresses = addresses(self._own_tensors)
         self._own_versions = [-1] * len(self._own)
         # Cut once: ``reset`` puts exchanged storages back, so shapes stay.
         self._messages = messages(dict(enumerate(self._private)))
@@ -661,8 +663,9 @@ class Replica(ModuleCopy):
         ``requires_grad``. With ``lazily``, what is no buffer's storage waits for
         ``restore``: a replica whose sub-steps are all replayed runs no Python.
         """
+        has_buffers_in_place = lazily and self.has_buffers_in_place()
         self.was_called = False
-        if not lazily or not self.has_buffers_in_place():
+        if not has_buffers_in_place:
             self.restore()
         if self._own:
             # After the storages are back: values go to where the replica reads them.
@@ -707,6 +710,7 @@ class Replica(ModuleCopy):
         that are overwritten here: then torch refuses its backward pass. Those of
         ``uncounted`` are running statistics, whose writes torch does not count, either.
         """
+        self.was_called = True  # the caller of this calls it next
         is_same = not was_called or self.state.unchanged()
         # Nothing is written where a replica reads, unless something has changed.
         if changed or reads_values or not is_same:
@@ -815,6 +819,9 @@ class Replica(ModuleCopy):
 
     def has_buffers_in_place(self) -> bool:
         """Whether the tensors that no other replica reads are stored as then."""
+        # If no forward pass may have changed shapes: it takes a fifth of the time.
+        if not self.was_called and self._own_addresses:
+            return addresses(self._own_tensors) == self._own_addresses
         return all(starmap(Tensor.is_set_to, self._own_places))
 
     def set_requires_grad(self, slots: Sequence[Slot]) -> None:

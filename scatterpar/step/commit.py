@@ -5,31 +5,25 @@ This runs after every replica has succeeded, and nothing else writes there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from scatterpar.devices.coalescing import are_whole, is_part, is_unexpanded
+from scatterpar.devices.coalescing import is_part, is_unexpanded
 from scatterpar.devices.copies import to_numbers
 from scatterpar.errors import restore_after
 from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.step.attempt import Attempt
+from scatterpar.step.prepared_commit import Pair
 from scatterpar.step.reduce import Outcome
 from scatterpar.step.returned_loss import FinishedLoss
 from scatterpar.step.undo import Undo
 from scatterpar.torch_private.autograd import are_observed, backward, has_gradient_hooks
 from scatterpar.torch_private.compiler import never_compiled
 from scatterpar.torch_private.tensors import of_class
-
-_Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient for it
-_CLASSES_OF_LEAVES = {nn.Parameter, Tensor}
-_LAYOUT_OF_GRADIENT = attrgetter("layout")
-_DTYPE_OF_COMPUTED = attrgetter("dtype")
-_DTYPE_OF_FIRST = attrgetter("grad_dtype")
 
 
 def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
@@ -42,17 +36,15 @@ def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
 
     Returns the loss on the master, with a graph only if ``deferred``.
     """
-    pairs: list[_Pair] = []
+    # Before the gradients are taken out.
+    buffers, may_become_grads = outcome.prepared or outcome.prepared_commit()
+    pairs: list[Pair] = []
     for leaf, gradient in outcome.gradients:
         if gradient is not None:
             pairs.append((leaf, gradient))
         del gradient  # autograd takes over the memory of what nobody else refers to
     # The list would keep all gradients alive while autograd adds them.
     outcome.gradients.clear()
-    running = outcome.statistics.values() if outcome.statistics else []
-    unchanged = outcome.attempt.replicas.equal_buffers()
-    values = [*outcome.buffers, *running]
-    buffers = BufferWriter(values, unchanged, outcome.memory_changes)
     if deferred:
         # First, because it may raise. The rest cannot fail.
         loss = attach(outcome.loss_tensor, pairs, outcome.request.scale)
@@ -63,14 +55,12 @@ def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
     if are_observed([leaf for leaf, _ in pairs]):
         _add_with_hooks(pairs, outcome.attempt, buffers)
     else:
-        _add_gradients(pairs, outcome.attempt, observed=False)
+        _add_gradients(pairs, outcome.attempt, may_become_grads=may_become_grads)
         buffers.write()  # last: it allocates no memory and runs no user code
     return loss
 
 
-def _add_with_hooks(
-    pairs: list[_Pair], attempt: Attempt, buffers: BufferWriter
-) -> None:
+def _add_with_hooks(pairs: list[Pair], attempt: Attempt, buffers: BufferWriter) -> None:
     """Add gradients, write buffers, and run the user's hooks on gradients.
 
     Buffers come first, because hooks read them, write them, or write a parameter that
@@ -85,13 +75,22 @@ def _add_with_hooks(
         raise
 
 
-def _add_gradients(pairs: list[_Pair], attempt: Attempt, *, observed: bool) -> None:
-    """Add gradients to ``.grad``, and commit random state."""
+def _add_gradients(
+    pairs: list[Pair],
+    attempt: Attempt,
+    *,
+    observed: bool = False,
+    may_become_grads: bool = False,
+) -> None:
+    """Add gradients to ``.grad``, and commit random state.
+
+    Without hooks that observe it, those that ``may_become_grads`` are assigned.
+    """
     leaves = [leaf for leaf, _ in pairs]
     earlier = _save_for_undo(pairs, attempt.undo, observed)
     attempt.generators.commit()  # before hooks, which may draw
     # With one earlier gradient, autograd adds all.
-    if not observed and not earlier and _may_become_grads(pairs):
+    if may_become_grads and not earlier:
         for leaf, gradient in pairs:
             leaf.grad = gradient
     elif pairs:
@@ -100,7 +99,7 @@ def _add_gradients(pairs: list[_Pair], attempt: Attempt, *, observed: bool) -> N
             backward([root], [root.detach()])
 
 
-def _save_for_undo(pairs: list[_Pair], undo: Undo, observed: bool) -> list[Tensor]:
+def _save_for_undo(pairs: list[Pair], undo: Undo, observed: bool) -> list[Tensor]:
     """Save what changes while gradients are added: a hook may raise, memory run out.
 
     Returns the gradients that leaves have. Raises ``RuntimeError`` if one of these is
@@ -142,25 +141,8 @@ def _can_be_written(gradient: Tensor) -> bool:
     return gradient.layout != torch.strided or is_unexpanded(gradient)
 
 
-def _may_become_grads(pairs: Sequence[_Pair]) -> bool:
-    """Whether autograd would make each gradient the first ``.grad`` of its leaf."""
-    # Few Python calls, because a model has hundreds of gradients.
-    leaves = [leaf for leaf, _ in pairs]
-    gradients = [gradient for _, gradient in pairs]
-    return (
-        _CLASSES_OF_LEAVES.issuperset(map(type, leaves))
-        and {Tensor}.issuperset(map(type, gradients))
-        and {torch.strided}.issuperset(map(_LAYOUT_OF_GRADIENT, gradients))
-        and list(map(_DTYPE_OF_COMPUTED, gradients))
-        == list(map(_DTYPE_OF_FIRST, leaves))
-        # Autograd makes the first gradient like its leaf: it would copy others.
-        and list(map(Tensor.stride, gradients)) == list(map(Tensor.stride, leaves))
-        and are_whole(gradients)
-    )
-
-
 def attach(
-    make_root: Callable[[], Tensor], pairs: list[_Pair], scale: float | None = None
+    make_root: Callable[[], Tensor], pairs: list[Pair], scale: float | None = None
 ) -> Tensor:
     """Returns a root whose backward pass gives leaves the gradients in ``pairs``.
 

@@ -14,6 +14,7 @@ same time, in the same pairs (``owners``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,12 +34,13 @@ from scatterpar.devices.transfers import Transfers
 from scatterpar.devices.virtual_devices import physical
 from scatterpar.errors import warn
 from scatterpar.replicas.batch_statistics import StepStatistics
-from scatterpar.replicas.buffers import BufferValue
+from scatterpar.replicas.buffers import BufferValue, BufferWriter
 from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.replicas.shared_buffers import MemoryChanges
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.flat_gradients import FlatGradients, have_equal_places
 from scatterpar.step.owners import add_by_owners
+from scatterpar.step.prepared_commit import PreparedCommit, may_become_grads
 from scatterpar.step.replica_threads import ReplicaNote
 from scatterpar.step.request import Request
 from scatterpar.step.share_losses import total_of
@@ -63,6 +65,8 @@ class Outcome:
         memory_changes: the buffers that begin or cease to share memory in the step.
         statistics: of layers that are updated once per step.
         clocks: how long the shares have taken; none of two passes.
+        prepared: what the commit needs to know, if it was asked; ``None`` if the
+            results are others since, or nobody has asked.
     """
 
     attempt: Attempt
@@ -76,11 +80,25 @@ class Outcome:
     memory_changes: MemoryChanges
     statistics: StepStatistics | None
     clocks: Sequence[DeviceClock]
+    prepared: PreparedCommit | None = None
 
     @property
     def request(self) -> Request:
         """The request of ``attempt``."""
         return self.attempt.request
+
+    def prepared_commit(self) -> PreparedCommit:
+        """What the commit needs to know.
+
+        Raises ``ValueError`` if a buffer cannot share memory as in the replica.
+        """
+        running = self.statistics.values() if self.statistics else []
+        values = [*self.buffers, *running]
+        unchanged = self.attempt.replicas.equal_buffers()
+        return PreparedCommit(
+            BufferWriter(values, unchanged, self.memory_changes),
+            may_become_grads(self.gradients),
+        )
 
     def loss_tensor(self) -> Tensor:
         """The loss, on the master. Warns if no label counts.
@@ -105,6 +123,7 @@ def reduce(attempt: Attempt, computed: Computed) -> Outcome:
 
     Waits for the devices when all is launched, and raises their errors.
     """
+    first, *_ = computed.losses
     try:
         buffers, changes, statistics = reduce_buffers(attempt)
         # Before gradients are added up: the join of outputs may refuse them.
@@ -112,26 +131,30 @@ def reduce(attempt: Attempt, computed: Computed) -> Outcome:
         gradients = reduce_gradients(
             attempt, computed.external_gradients, computed.gradients
         )
+        outcome = Outcome(
+            attempt,
+            loss=math.nan,  # not read yet
+            dtype=first.dtype,
+            outputs=outputs,
+            logged={},
+            terms=attempt.weights.terms,
+            gradients=gradients,
+            buffers=buffers,
+            memory_changes=changes,
+            statistics=statistics,
+            clocks=computed.clocks,
+        )
+        # While devices compute. Statistics are computed once, by those of all ranks.
+        if statistics is None:
+            outcome.prepared = outcome.prepared_commit()
     except Exception:
         # A device that failed in a sub-step may say so in any later call. The error of
         # its losses has a note that names the replica.
         total_of(computed.losses)
         raise
-    loss, logged = total_of(computed.losses)
+    outcome.loss, outcome.logged = total_of(computed.losses)
     attempt.transfers.synchronize()  # rows have arrived, now that the losses have
-    return Outcome(
-        attempt,
-        loss=loss,
-        dtype=computed.losses[0].dtype,
-        outputs=outputs,
-        logged=logged,
-        terms=attempt.weights.terms,
-        gradients=gradients,
-        buffers=buffers,
-        memory_changes=changes,
-        statistics=statistics,
-        clocks=computed.clocks,
-    )
+    return outcome
 
 
 def reduce_gradients(

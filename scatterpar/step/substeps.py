@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.torch_private.autograd import hooks_taken_off
 
+_GRAD = attrgetter("grad")
 Gradient = tuple[Tensor, "Tensor | None"]  # a leaf of the user's, and its new gradient
 
 
@@ -326,16 +328,19 @@ def set_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
     in a leaf of the user comes from an object that replicas share, and so is added in
     the order of arrival.
     """
-    gradients = [leaf.grad for leaf in leaves]
+    gradients = list(map(_GRAD, leaves))
     # A gradient that should not arrive here would run them, in a replica's thread.
     with hooks_taken_off(leaves):
         try:
-            for leaf in leaves:
-                leaf.grad = None
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                if gradient is not None:
+                    leaf.grad = None
             yield
         finally:
+            # Mostly all are as they were: to ask takes less time than to assign.
             for leaf, gradient in zip(leaves, gradients, strict=True):
-                leaf.grad = gradient
+                if leaf.grad is not gradient:
+                    leaf.grad = gradient
 
 
 def detached_output(output: Any, return_outputs: bool | Callable[[Any], Any]) -> Any:

@@ -40,8 +40,8 @@ class Undo(contextlib.AbstractContextManager["Undo"]):
         self._transfers = transfers
         # Each with what it is restored to.
         self._values: list[tuple[Tensor, Tensor]] = []
-        # Of gradients and generators.
-        self._restores: list[Callable[[], object]] = []
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []
+        self._restores: list[Callable[[], object]] = []  # of generators
 
     def __enter__(self) -> Self:
         return self
@@ -58,7 +58,7 @@ class Undo(contextlib.AbstractContextManager["Undo"]):
     def save_gradients(self, leaves: Iterable[Tensor]) -> None:
         """Save the ``.grad`` of leaves: which tensor it is, not its values."""
         for leaf in leaves:
-            self._restores.append(partial(setattr, leaf, "grad", leaf.grad))
+            self._gradients.append((leaf, leaf.grad))
 
     def save_generator(self, generator: torch.Generator) -> None:
         """Save the state of one of the user's own random generators."""
@@ -76,6 +76,8 @@ class Undo(contextlib.AbstractContextManager["Undo"]):
         With ``error``, a failure becomes a note on it and the rest is restored.
         """
         restores = [self._generators.rollback, *self._restores]
+        for leaf, gradient in self._gradients:
+            restores.append(partial(setattr, leaf, "grad", gradient))
         for tensor, value in self._values:
             restores.append(partial(write, tensor, value))
         # Last, because it raises on a device that has failed: all else is restored.

@@ -7,7 +7,7 @@ import torch
 from harness.oracle import randn
 
 from scatterpar.devices import coalescing
-from scatterpar.devices.relay import relay
+from scatterpar.devices.relay import Relay
 from scatterpar.devices.transfers import Transfers
 
 pytestmark = [pytest.mark.core, pytest.mark.draws]
@@ -31,7 +31,7 @@ def test_all_get_values_of_the_first(devices, chunk, monkeypatch):
     flat = lists(devices)
     transfers = Transfers()
     names = [torch.device("cpu", number) for number in range(devices)]
-    relay(flat, names, transfers, "replicate")
+    Relay(flat, names).send(transfers, "replicate")
     for other in flat[1:]:
         assert all(torch.equal(other[key], flat[0][key]) for key in flat[0])
     size = sum(tensor.nbytes for tensor in flat[0].values())
@@ -52,7 +52,7 @@ def test_each_device_sends_to_its_neighbour(monkeypatch):
     memory[0] = torch.arange(128)
     flat = [{0: row} for row in memory]
     names = [torch.device("cpu", number) for number in range(4)]
-    relay(flat, names, Recorded(), "replicate")
+    Relay(flat, names).send(Recorded(), "replicate")
     assert torch.equal(memory, memory[:1].expand(4, -1))
     hops = [(source // 128, target // 128) for source, target in sent]
     assert sorted(set(hops)) == [(0, 1), (1, 2), (2, 3)]

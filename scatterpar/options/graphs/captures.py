@@ -169,8 +169,9 @@ class ReplicaGraphs:
         """
         # The tape of one replica says nothing of the addresses of another one.
         state = list(facts)
-        # Gradients are known by the positions of their leaves.
-        state += map(Tensor.data_ptr, task.leaves)
+        # Gradients are known by the positions of their leaves, which are among the
+        # tensors whose addresses follow.
+        state += map(id, task.leaves)
         for replica in task.replicas:
             state += map(Tensor.data_ptr, replica.tensors)
         if state != self._state:

@@ -42,10 +42,11 @@ class StepPlan:
         self.is_steady = not is_look_step(step)
         self._lock = threading.Lock()
         self.step = step
-        self._keys = {
-            task.share.replica: _keys_of(task, attempt.request.return_outputs)
-            for task in tasks
-        }
+        self._keys: dict[int, list[Hashable]] = {}
+        key_by_rows: dict[int, Hashable] = {}
+        for task in tasks:
+            keys = _keys_of(task, attempt.request.return_outputs, key_by_rows)
+            self._keys[task.share.replica] = keys
         self._checked: dict[int, set[int]] = {number: set() for number in self._keys}
         for key, last_sub_steps in self._last_sub_steps().items():
             present = {
@@ -128,21 +129,25 @@ class SharePlan:
     checked: set[int]
 
 
-def _keys_of(task: ReplicaTask, return_outputs: Any) -> list[Hashable]:
-    """For each sub-step a key of its graph; ``None`` if it runs without one."""
+def _keys_of(
+    task: ReplicaTask, return_outputs: Any, key_by_rows: dict[int, Hashable]
+) -> list[Hashable]:
+    """For each sub-step a key of its graph; ``None`` if it runs without one.
+
+    ``key_by_rows`` has the keys of all replicas, by number of rows.
+    """
     keys: list[Hashable] = []
     # Views of one batch with as many rows have one key. Markers may collate anything.
     has_markers = any(batch.markers for batch in task.loader.batches)
     is_single = len(task.loader.batches) == 1 and not has_markers
-    by_rows: dict[int, Hashable] = {}
     for number, (start, stop) in enumerate(task.share.micro_batches):
         # What does not count runs no backward pass.
         if not task.weights[number]:
             keys.append(None)
             continue
-        if not is_single or stop - start not in by_rows:
+        if not is_single or stop - start not in key_by_rows:
             source = task.loader.at_source(number).unwrapped()
             parts = source, bool(return_outputs), task.sums
-            by_rows[stop - start] = graph_key(parts)
-        keys.append(by_rows[stop - start])
+            key_by_rows[stop - start] = graph_key(parts)
+        keys.append(key_by_rows[stop - start])
     return keys

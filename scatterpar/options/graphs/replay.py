@@ -436,8 +436,12 @@ class GraphedSubsteps(Substeps):
             else:  # that of a sub-step without a graph
                 write(gradient, earlier)
             leaf.grad = gradient
-        # One kernel, not one per tensor.
-        if without_gradient:
+        # Few kernels, not one per tensor.
+        flat = self._graphs.gradients
+        if len(without_gradient) == len(flat.parts):
+            for tensor in flat.flat.values():
+                tensor.zero_()
+        elif without_gradient:
             torch._foreach_zero_(without_gradient)
 
     def finish(self) -> FlatGradients | None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from scatterpar.devices import pieces
 from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.module_contents import ModuleContents
@@ -208,3 +209,31 @@ def test_other_devices_are_other_broadcast(module, broadcast):
     contents = ModuleContents((module,))
     assert broadcast.adopt(contents, [*DEVICES, DEVICES[1]])
     assert not broadcast.adopt(contents, DEVICES[:2])
+
+
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_relay_of_the_last_step_sends_values_of_now(
+    broadcast, module, exchanges, monkeypatch
+):
+    """It is kept for the next step, unless the user has exchanged a storage."""
+    monkeypatch.setattr(pieces, "BYTES_PER_DEVICE", 1)
+    for step in range(3):
+        with torch.no_grad():
+            if exchanges:
+                module.weight.data = torch.full((4,), float(step))
+                assert broadcast.adopt_storages()
+            else:
+                module.weight.fill_(step)
+            module.mean.add_(1)
+        assert sent(broadcast) == EVERYTHING
+        assert_everywhere(broadcast, module)
+
+
+def test_relay_of_other_tensors_is_another(broadcast, module, monkeypatch):
+    monkeypatch.setattr(pieces, "BYTES_PER_DEVICE", 1)
+    assert sent(broadcast) == EVERYTHING
+    for change in (write, write_buffer, write):
+        with torch.no_grad():
+            change(module)
+        sent(broadcast)
+        assert_everywhere(broadcast, module)

@@ -50,6 +50,10 @@ class SaysNothing(Inconclusive):
     """These rows say nothing of how losses combine. Others may."""
 
 
+class NoTerms(SaysNothing):
+    """A mean over terms that these rows do not have."""
+
+
 class OnlyRounding(Inconclusive):
     """Rounding changes the gradient so much that it is nothing else."""
 

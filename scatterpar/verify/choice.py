@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from scatterpar.batch.batch import batch_of
-from scatterpar.numerics.comparison import Inconclusive, SaysNothing
+from scatterpar.numerics.comparison import Inconclusive, NoTerms
 from scatterpar.step.loss_weights import is_smoothed, term_counts
 from scatterpar.step.request import LossCandidate, Request
 from scatterpar.verify.rows import Parts, positions_of
@@ -112,7 +112,7 @@ def weighted_parts(request: Request, parts: Parts) -> tuple[Parts, Sequence[floa
     terms = term_counts(replace(request, batches=[no_batch]), spans, pieces)
     total = sum(terms)
     if not total:
-        raise SaysNothing("none of the rows adds anything")
+        raise NoTerms("none of the rows adds anything")
     if is_smoothed(request) and 0.0 in terms:
         # They have a loss, but not by themselves: its mean is over no terms.
         return [list(chain(*parts))], [1.0]

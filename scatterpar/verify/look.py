@@ -13,6 +13,7 @@ once. Everything that the calls change is restored.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +56,7 @@ from scatterpar.verify.rows import MAX_BYTES, MIN_ROWS, Parts, RowChoice, in_two
 from scatterpar.verify.runs import RunResult, Runs
 from scatterpar.verify.verdicts import (
     RIGHT,
+    Action,
     CallEffects,
     LookReport,
     Verdict,
@@ -73,7 +75,11 @@ _MAX_ROWS_OF_BATCH = 256
 _FEW_ROWS = 8  # whatever they are, calls read state
 _OF_MISTAKES = (AttributeError, LookupError, NameError, TypeError, AssertionError)
 _VERIFY = Path(__file__).parent
-_MAX_PARTS_OF_STEP = 16  # a look at all of them costs as much as a step
+_MAX_PARTS_OF_STEP = 64  # a look at all of them costs as much as a step
+
+# Parts of rows, and the report on them, or the reason why there is none.
+Answer = tuple[Parts, LookReport | Inconclusive]
+
 # The second look: in the first one, chosen rows tell more than the step's own parts.
 _AS_IN_STEP = 1
 
@@ -143,7 +149,8 @@ def _without_tf32(device: torch.device) -> contextlib.AbstractContextManager[Non
 
 
 def first_report(looks: Sequence[ReplicaLook], in_double: ReplicaLook) -> LookReport:
-    """The report on chosen rows, or on others if user code fails for them.
+    """The report on chosen rows, or on others if user code fails for them. Unless that
+    refuses the step, also on the step's own parts, if the batch is small.
 
     What rounding may explain is asked again of ``in_double``, before a refusal, and
     before a yes that rests on rows alone: where gradients of rows, or of choices within
@@ -153,31 +160,45 @@ def first_report(looks: Sequence[ReplicaLook], in_double: ReplicaLook) -> LookRe
     Raises:
         Inconclusive: the look could not tell.
     """
-    answer, parts = _first_answer(looks)
-    if isinstance(answer, Inconclusive):
-        may_be_rounding = isinstance(answer, OnlyRounding)
-    else:
-        may_be_rounding = answer.verdict.may_be_rounding
+    answers = _first_answers(looks)
+    may_be_rounding = any(map(_may_be_rounding, answers))
     if may_be_rounding and in_double.runs.user_code.is_widened:
         try:
             with in_double.runs.user_code.isolated():
-                return in_double.report_for(parts)
-        except OnlyRounding:
-            raise
+                answers = [in_double.asked_again(answer) for answer in answers]
+                if len(answers) == 1:  # of one that float64 does not refuse
+                    answers += in_double.answers_for_step(answers[0])
         except Exception as error:
             if _is_mistake_in_verify(error):
                 defect(f"in a look: {error!r}")
-            # User code may need the step's formats, time or memory.
             logger.debug("the first answer stands, since in float64: %s", error)
-    if isinstance(answer, Inconclusive):
-        raise answer
-    return answer
+    return _joint_report(answers)
 
 
-def _first_answer(
-    looks: Sequence[ReplicaLook],
-) -> tuple[LookReport | Inconclusive, Parts]:
-    """The first report, or the reason why there is none, and the parts of its rows.
+def _joint_report(answers: Sequence[Answer]) -> LookReport:
+    """The report on all parts that were compared: what speaks against a step counts
+    more than what speaks for it.
+
+    Raises:
+        Inconclusive: there is no report; the first reason.
+    """
+    reports = [found for _, found in answers if isinstance(found, LookReport)]
+    if not reports:
+        reason = answers[0][1]
+        assert isinstance(reason, Inconclusive)
+        raise reason
+    return functools.reduce(LookReport.beside, reports)
+
+
+def _may_be_rounding(answer: Answer) -> bool:
+    _, found = answer
+    if isinstance(found, LookReport):
+        return found.verdict.may_be_rounding
+    return isinstance(found, OnlyRounding)
+
+
+def _first_answers(looks: Sequence[ReplicaLook]) -> Sequence[Answer]:
+    """The first answers of one of the looks.
 
     Raises:
         Inconclusive: user code fails for all rows that were tried.
@@ -187,22 +208,19 @@ def _first_answer(
         with replica_look.runs.user_code.isolated():
             for parts in replica_look.trials():
                 try:
-                    return replica_look.report_for(parts), parts
-                # Without their frames: one of these holds this look.
-                except SaysNothing as reason:
-                    return replica_look.answer_of_step(reason.with_traceback(None))
-                except Inconclusive as reason:
-                    return reason.with_traceback(None), parts
+                    first = replica_look.answer_for(parts)
                 # User code may need other rows, a dtype, or memory.
                 except Exception as failure:
                     if _is_mistake_in_verify(failure):
                         defect(f"in a look: {failure!r}")
                     # Without its frames, which hold rows, outputs, and this object.
                     error = failure.with_traceback(None)
+                    continue
+                return [first, *replica_look.answers_for_step(first)]
             # All failed: these rows are other numbers than a micro-batch has.
             verdict = replica_look.verdict_of_broadcast()
             if verdict is not None:
-                return LookReport(verdict), ()
+                return [((), LookReport(verdict))]
     assert error is not None
     if is_out_of_memory(error):
         raise Inconclusive("memory ran out", patience=2)
@@ -246,11 +264,7 @@ class ReplicaLook:
         """
         choice = self.choice
         of_step = choice.of_step()
-        # Several batches have one plan, and a look at the largest one.
-        is_one_batch = choice.plan.rows == choice.request.rows
-        has_few_parts = 1 < len(of_step) <= _MAX_PARTS_OF_STEP
-        is_as_in_step = choice.number == _AS_IN_STEP and is_one_batch and has_few_parts
-        if is_as_in_step and self._is_small_batch:
+        if choice.number == _AS_IN_STEP and len(of_step) > 1 and self._is_cheap_step:
             yield of_step
         chosen = choice.parts(self._affordable())
         yield chosen
@@ -276,6 +290,16 @@ class ReplicaLook:
         if num_rows > _MAX_ROWS_OF_BATCH:
             return False
         return self._bytes_per_row * num_rows < MAX_BYTES
+
+    @property
+    def _is_cheap_step(self) -> bool:
+        """Whether a look may compute all that the step does."""
+        choice = self.choice
+        # Several batches have one plan, and a look at the largest one.
+        is_one_batch = choice.plan.rows == choice.request.rows
+        num_parts = len(choice.plan.substep_rows)
+        is_cheap = is_one_batch and num_parts <= _MAX_PARTS_OF_STEP
+        return is_cheap and self._is_small_batch
 
     def _affordable(self) -> int:
         """The number of rows whose graph is small, or fits as that of a sub-step."""
@@ -330,30 +354,62 @@ class ReplicaLook:
         return LookReport(
             verdict,
             effects,
-            chosen,
+            [chosen],
             results.difference,
             tolerance,
             runs.rounding.coarsest_eps,
             runs.sizes_without_rows,
         )
 
-    def answer_of_step(
-        self, reason: SaysNothing
-    ) -> tuple[LookReport | Inconclusive, Parts]:
-        """The report on all rows of a small batch, after chosen rows have said nothing.
+    def answer_for(self, parts: Parts) -> Answer:
+        """The report on these parts, or the reason why there is none."""
+        try:
+            return parts, self.report_for(parts)
+        # Without its frames: one of these holds this look.
+        except Inconclusive as reason:
+            return parts, reason.with_traceback(None)
 
-        They may have no term. ``reason`` if the batch is large, or if all its rows say
-        nothing, either.
+    def asked_again(self, answer: Answer) -> Answer:
+        """The answer of this look if rounding may explain that of an earlier one."""
+        if not _may_be_rounding(answer):
+            return answer
+        parts, _ = answer
+        try:
+            again = self.answer_for(parts)
+        except Exception as error:
+            if _is_mistake_in_verify(error):
+                defect(f"in a look: {error!r}")
+            # User code may need the step's formats, time or memory.
+            logger.debug("the first answer stands, since in float64: %s", error)
+            return answer
+        _, found = again
+        is_answer = isinstance(found, (LookReport, OnlyRounding))
+        return again if is_answer else answer
+
+    def answers_for_step(self, first: Answer) -> Sequence[Answer]:
+        """The answer for the step's own parts, if the batch is small, beside the first
+        one.
+
+        Other parts may agree by chance: each has a term, or two unequal rows, where a
+        micro-batch of the step has none.
         """
-        # In the step's own parts: others may have equally many terms by chance.
-        parts = self.choice.of_step()
-        if self._is_small_batch:
-            try:
-                return self.report_for(parts), parts
-            except Exception as error:
-                if _is_mistake_in_verify(error):
-                    defect(f"in a look: {error!r}")
-        return reason, parts
+        parts, found = first
+        of_step = self.choice.of_step()
+        is_step = [*map(list, parts)] == [*map(list, of_step)]
+        if isinstance(found, LookReport):
+            is_open = found.verdict.action is not Action.REFUSE
+        else:
+            is_open = isinstance(found, SaysNothing)
+        if is_step or not is_open or not self._is_cheap_step:
+            return []
+        if self.runs.user_code.is_late():
+            return []
+        try:
+            return [self.answer_for(of_step)]
+        except Exception as error:  # user code may need more rows than a part has
+            if _is_mistake_in_verify(error):
+                defect(f"in a look: {error!r}")
+            return []
 
     def verdict_of_broadcast(self) -> Verdict | None:
         """The verdict if rows of a micro-batch broadcast, and those of two do not:
@@ -489,5 +545,5 @@ def _judged(results: LookResults, run: RunResult) -> Verdict:
     is_sum = not (request.is_mean or request.whole_batch)
     if is_sum and run.num_with_gradient < len(results.parts):
         why = "some parts have no gradient: it may be a mean or a sum"
-        raise Inconclusive(why)
+        raise SaysNothing(why)
     return RIGHT

@@ -53,6 +53,7 @@ from scatterpar.verify.verdicts import in_lines, refused_injection
 from scatterpar.verify.verifier import Verifier
 
 _MAX_ROWS = 16
+_MAX_ROWS_THAT_BROADCAST = 256
 _REMEDIES_OF_PAIR = (
     "Pass count= for a mean over other terms, reduction= for a sum; if it compares "
     "rows with each other, or is a ratio of sums, call the plain criterion on "
@@ -145,7 +146,7 @@ def _look_request(
     batch = batch_of(Rows(range(len(rows))), targets, len(rows), dim)
     request = replace(of_call, batches=[batch], count=count)
     device = choice.plan.shares[0].device
-    plan = make_plan(len(rows), [device], accum=2)
+    plan = make_plan(len(rows), [device], accum=_num_parts(choice, rows))
     replicas = Replicas([device], ReplicaOptions())
     attempt = Attempt(request, plan, replicas, workers)
     loaders = scatter(request.batches, plan, attempt.transfers)
@@ -157,24 +158,42 @@ def _look_request(
     return LookRequest(attempt, request, task, True, candidates, ways)
 
 
+def _num_parts(choice: RowChoice, rows: Part) -> int:
+    """The number of parts of the rows of a look: the shares of the call, if these are
+    even and all its rows are looked at.
+    """
+    rows_of_shares = [share.rows for share in choice.plan.shares]
+    most, least = rows_of_shares[0], rows_of_shares[-1]
+    # As a plan divides rows: the first shares may have one row more.
+    is_sorted = rows_of_shares == sorted(rows_of_shares, reverse=True)
+    is_even = is_sorted and most - least <= 1
+    if is_even and most < len(rows) == choice.plan.rows:
+        return len(rows_of_shares)
+    return 2
+
+
 def _rows_of_look(choice: RowChoice, outputs: Sequence[Any]) -> Part:
-    """The rows that the choice takes; all rows of two shares if these may broadcast.
+    """The rows that the choice takes; all rows if they are few, or may broadcast.
 
     An output with as many columns as its share has rows broadcasts with a tensor of one
     entry per row. The look finds out, if its own parts are as large.
     """
     tensors = nested.tensors(list(outputs))
-    affordable = affordable_rows(tensors, choice.plan.rows)
+    num_rows = choice.plan.rows
+    affordable = affordable_rows(tensors, num_rows)
+    if num_rows <= min(_MAX_ROWS, affordable):
+        return range(num_rows)
     sizes = {share.rows for share in choice.plan.shares}
     dim = choice.request.dim
     rows_of_two = 2 * min(sizes)
-    is_even = len(sizes) == 1 and rows_of_two <= min(affordable, choice.plan.rows)
+    is_even = len(sizes) == 1 and rows_of_two <= min(affordable, num_rows)
     for tensor in tensors:
         columns = list(tensor.shape)
         if -len(columns) <= dim < len(columns):
             del columns[dim]
         if is_even and sizes <= {*columns}:
-            return range(rows_of_two)
+            is_small = num_rows <= min(_MAX_ROWS_THAT_BROADCAST, affordable)
+            return range(num_rows if is_small else rows_of_two)
     # Sorted, because the rows of a range may be views of the caller's tensors.
     return sorted({*chain(*choice.parts(affordable))})
 

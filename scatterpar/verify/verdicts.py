@@ -86,6 +86,14 @@ class CallEffects:
     lost: Sequence[tuple[int, ...]] = ()
     scope: Scope = Scope.NOTHING
 
+    def beside(self, other: CallEffects) -> CallEffects:
+        """The effects of the calls of both, each named once."""
+        return CallEffects(
+            [*dict.fromkeys([*self.moved, *other.moved])],
+            [*dict.fromkeys([*self.lost, *other.lost])],
+            max(self.scope, other.scope),
+        )
+
 
 @dataclass(frozen=True)
 class LookReport:
@@ -94,7 +102,7 @@ class LookReport:
     Attributes:
         verdict: what becomes of the step.
         effects: what calls do beside their results; nothing if they were not compared.
-        parts: the rows of each part.
+        compared: the parts of rows that were compared, once or twice.
         difference: the relative difference between the results, which the GPUs' page
             shows, with the ``tolerance`` that it stayed within.
         eps: that of the coarsest format that the runs have shown.
@@ -104,7 +112,7 @@ class LookReport:
 
     verdict: Verdict
     effects: CallEffects = CallEffects()
-    parts: Parts = ()
+    compared: Sequence[Parts] = ()
     difference: float = math.inf
     tolerance: float = 0.0
     eps: float = 0.0
@@ -114,6 +122,23 @@ class LookReport:
     def misfit(self) -> float:
         """How far the losses are from combining; infinite if nothing measures it."""
         return self.difference if self.verdict.is_measured else math.inf
+
+    def beside(self, other: LookReport) -> LookReport:
+        """The report on the parts of both. The verdict that says more counts: of two
+        that let a step go on, that of the parts that fit worse.
+        """
+        order = [*Action]
+        severity = order.index(self.verdict.action), self.misfit
+        severity_of_other = order.index(other.verdict.action), other.misfit
+        first, second = self, other
+        if severity_of_other > severity:
+            first, second = other, self
+        return replace(
+            first,
+            effects=self.effects.beside(other.effects),
+            compared=[*self.compared, *other.compared],
+            eps=max(first.eps, second.eps),
+        )
 
 
 RIGHT = Verdict(Action.PROCEED, is_measured=True)

@@ -21,7 +21,7 @@ from dataclasses import replace
 from scatterpar.devices.memory import no_kernel_search
 from scatterpar.errors import warn
 from scatterpar.log import logger
-from scatterpar.numerics.comparison import Inconclusive, SaysNothing
+from scatterpar.numerics.comparison import Inconclusive, NoTerms
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss_weights import counts_as_torch
 from scatterpar.step.request import LossCandidate
@@ -152,7 +152,9 @@ class Verifier:
                 continue
             logger.debug("%s: %s", title, report.verdict.action.value)
             # They give the same result, which is not computed again.
-            same = alike(row_choice.request, report.parts, pending)
+            same = pending
+            for parts in report.compared:
+                same = alike(row_choice.request, parts, same)
             pending = [other for other in pending if other not in same]
             if report.verdict.action is Action.REFUSE:
                 refusals.append(report.verdict)
@@ -185,7 +187,7 @@ class Verifier:
         remaining = best_fits(fits)
         for candidate, reason in unclear:
             # A mean over terms that these rows have not: it would be no number.
-            if not isinstance(reason, SaysNothing):
+            if not isinstance(reason, NoTerms):
                 remaining.append(candidate)
         self._keep(remaining, look_request, kind)
         plan = look_request.attempt.plan
@@ -219,9 +221,9 @@ class Verifier:
         remaining = [candidate for candidate, _ in unclear]
         self._keep(remaining, look_request, kind)
         assumed, reason = unclear[0]
-        if len(remaining) > 1:
+        if len(look_request.candidates) > 1:
             reason.patience = 1  # the user can say which one holds
-            kind.has_assumed = True
+            kind.has_assumed |= len(remaining) > 1
         # Of torch's own loss nothing is assumed that may be wrong.
         is_told = reason.is_final or not counts_as_torch(look_request.request)
         if kind.note_inconclusive(reason) and is_told:

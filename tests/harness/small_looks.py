@@ -46,5 +46,5 @@ def asked(monkeypatch, question, criterion=total, **options):
     module = Counter()
     with ScatterOnceParallel(module, 1, ["cpu:0", "cpu:1"]) as engine:
         engine.forward_backward(ROWS, None, criterion, **options)
-    (answer,) = answers
-    return answer
+    first, *_ = answers  # then those of the step's own parts
+    return first

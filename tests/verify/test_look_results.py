@@ -54,8 +54,8 @@ def asked(monkeypatch, question, criterion=total, model=None, targets=None, **op
     model = doubled() if model is None else model
     with ScatterOnceParallel(model, 1, ["cpu:0", "cpu:1"]) as engine:
         engine.forward_backward(ROWS, targets, criterion, **options)
-    (answer,) = answers
-    return answer
+    first, *_ = answers  # then those of the step's own parts
+    return first
 
 
 def sum_of(rows):

@@ -171,6 +171,7 @@ def test_float64_confirms_what_rows_alone_explain(monkeypatch):
     refusal = pytest.raises(ValueError, match="would be off by")
     with ScatterOnceParallel(model, 2, ["cpu"]) as engine, refusal:
         step(engine, nearly_centred, targets, inputs)
-    first, in_double = verdicts
+    # Each of the chosen rows, then of the step's own parts.
+    first, _, in_double, _ = verdicts
     assert first.rests_on_rows
     assert in_double.action is Action.REFUSE

@@ -24,7 +24,13 @@ from scatterpar.verify import verdicts, verifier
 from scatterpar.verify.look_causes import do_shapes_broadcast, has_other_weights
 from scatterpar.verify.look_results import LookResults
 from scatterpar.verify.results import Result, weighted_sum
-from scatterpar.verify.verdicts import RIGHT, Action, CallEffects, LookReport
+from scatterpar.verify.verdicts import (
+    RIGHT,
+    Action,
+    CallEffects,
+    LookReport,
+    Verdict,
+)
 
 # Two parts: rows 0 to 2, of which one has a label, and row 3, which has one.
 LABELS = torch.tensor([1, -100, -100, 2])
@@ -292,7 +298,10 @@ def test_report_of_a_step_that_moves_state(reports):
     assert second.effects.moved == ["the buffer 'calls'"]  # begins in the first step
     assert first.effects.scope is Scope.NOTHING
     assert first.difference <= first.tolerance < 1e-3
-    assert [len(part) for part in second.parts] == [4] * 6  # as in the step
+    # In the first look chosen rows come first.
+    for report in (first, second):
+        assert [len(part) for part in report.compared[-1]] == [4] * 6  # as in the step
+    assert [len(report.compared) for report in reports] == [2, 1]
 
 
 def test_refused_look_has_its_difference(reports):
@@ -307,7 +316,7 @@ def test_refused_look_has_its_difference(reports):
     (report,) = reports
     assert report.verdict.action is Action.REFUSE
     assert report.difference > report.tolerance
-    assert report.parts
+    assert report.compared
 
 
 def test_report_without_results_has_no_effects():
@@ -316,3 +325,24 @@ def test_report_without_results_has_no_effects():
     assert report.effects.moved == ()
     assert report.effects.scope is Scope.NOTHING
     assert report.difference == float("inf")
+
+
+def test_report_that_says_more_counts():
+    refused = LookReport(Verdict(Action.REFUSE), compared=[[[0], [1]]])
+    warned = LookReport(Verdict(Action.WARN), compared=[[[2], [3]]])
+    loose = LookReport(RIGHT, difference=1e-3, eps=1e-7)
+    close = LookReport(RIGHT, difference=1e-9, eps=1e-3)
+    for first, second in [(refused, warned), (warned, loose), (loose, close)]:
+        for joint in (first.beside(second), second.beside(first)):
+            assert joint.verdict is first.verdict
+            assert joint.difference == first.difference
+            assert joint.eps == max(first.eps, second.eps)
+    both = warned.beside(refused)
+    assert both.compared == [[[2], [3]], [[0], [1]]]
+
+
+def test_effects_of_both_reports_are_told_once():
+    moves = LookReport(RIGHT, CallEffects(["a", "b"], [(2,)], Scope.FUNCTION))
+    other = LookReport(RIGHT, CallEffects(["b", "c"], [(2,)], Scope.NOTHING))
+    effects = moves.beside(other).effects
+    assert effects == CallEffects(["a", "b", "c"], [(2,)], Scope.FUNCTION)

@@ -2172,7 +2172,7 @@ SABOTAGES = [
         place="_num_parts",
         text="return len(rows_of_shares)",
         replacement="return 2",
-        seen_by="test_found_cells_are_not_silent",
+        seen_by="test_few_rows_compared_as_the_call_divides_them",
     ),
     Sabotage(
         name="a row without a term is in a part with others",

@@ -286,3 +286,17 @@ def test_one_replica_combines_nothing():
     model = DataParallelModel(mlp(), ["cpu"])
     loss = DataParallelCriterion(contrastive)(model(INPUTS), classes(ROWS))
     assert torch.equal(loss, contrastive(*model(INPUTS), None))
+
+
+def of_even_rows(output, targets):
+    """Leaves out the last row of an odd number."""
+    even = len(output) // 2 * 2
+    return (output[:even] - targets[:even]).square().mean()
+
+
+def test_few_rows_compared_as_the_call_divides_them(devices):
+    """Four rows: two parts of two rows agree, and the shares have 2, 1 and 1."""
+    criterion = DataParallelCriterion(of_even_rows, devices(3))
+    outputs = DataParallelModel(mlp(), devices(3))(INPUTS[:4])
+    with pytest.raises(ValueError, match=r"losses of 2 \+ 1 \+ 1 rows"):
+        criterion(outputs, VALUES[:4])

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scatterpar.batch.batch import batch_of
+from scatterpar.batch.joining import KnownTensors
 from scatterpar.batch.markers import count_rows
 from scatterpar.calls.call import CallOptions, Calls
 from scatterpar.devices.device_ids import DeviceLike, resolve
@@ -51,7 +52,7 @@ from scatterpar.options.call_arguments import (
     same_arguments,
 )
 from scatterpar.options.graphs.schedule import schedule_of
-from scatterpar.options.map_rows import Mapped, RowFunction, map_rows
+from scatterpar.options.map_rows import Mapped, RowFunction, join_results, map_rows
 from scatterpar.options.whole_batch import TwoPasses
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.compiled import compile_fn_from
@@ -681,12 +682,15 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
 
         Returns:
             The module's output for the whole batch, in the same nested types, on the
-            first device, in row order. 0-dim tensors are combined as a loss is. If the
-            inputs have ``Rows`` or another marker with rows, lists with one entry per
-            row are concatenated.
+            first device, in row order. 0-dim tensors are combined as a few rows show:
+            as means over rows or over labels that are not -100, or as sums. A tensor
+            without rows that is the same in all parts is returned once. If the inputs
+            have ``Rows`` or another marker with rows, lists with one entry per row are
+            concatenated.
 
         Raises:
             ValueError: outputs that cannot be joined, or several batches; with a graph,
+                a 0-dim tensor with a gradient that cannot be combined,
                 ``buffers="batch"``, a ``process_group``, or an ``nn.SyncBatchNorm`` in
                 training mode.
 
@@ -716,17 +720,19 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         A part whose rows or outputs cannot be divided is computed on the first device,
         with one warning.
         """
-        options = CallOptions(
+        output = self._calls.call(part, (args, kwargs), self._call_options())
+        if self._calls.last_report is not None:
+            self.last_step = self._calls.last_report
+        return output
+
+    def _call_options(self) -> CallOptions:
+        return CallOptions(
             dim=self.dim,
             shares=self.shares,
             verify=self.verify,
             check_finite=self.check_finite,
             tells_state=self.verify,
         )
-        output = self._calls.call(part, (args, kwargs), options)
-        if self._calls.last_report is not None:
-            self.last_step = self._calls.last_report
-        return output
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -817,7 +823,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 inputs_from_arguments(inputs, kwargs), None, rows, self.dim
             )
             request = Request([batch], self.dim, backward=False)
-            work = RowFunction(function, pad)
+            work = RowFunction(function, (inputs, kwargs), pad)
             tries: Tries[Mapped] = self._tries(request, work, function)
             while tries.result is None:
                 with tries:
@@ -826,6 +832,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             tries.keep(mapped.attempt)
             with mapped.attempt.undo:
                 mapped.attempt.writes.tell()
+                self._calls.tell()
                 mapped.commit()
             return mapped.output
 
@@ -836,7 +843,19 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
     def _mapped(self, work: RowFunction, this: Try) -> Mapped:
         """Call a function for all rows: all except the plan and the commit."""
         with self._attempt(this) as attempt:
-            return map_rows(attempt, self.module, work)
+            outputs = map_rows(attempt, self.module, work)
+            if attempt.extent.is_trial:
+                return Mapped(attempt)
+            known = KnownTensors()
+            # A function of the user's may keep what it is called with.
+            if work.function is self.module:
+                known = self._calls.known_without_graph(
+                    work.arguments,
+                    this.plan.by_rows(outputs),
+                    this.plan,
+                    self._call_options(),
+                )
+            return join_results(attempt, self.module, work, outputs, known)
 
     @never_compiled
     @explaining_keywords

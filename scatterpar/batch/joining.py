@@ -2,7 +2,7 @@
 
 An atom of the pieces is one of these, told by what all pieces have there::
 
-    0-dim tensors                     their weighted mean
+    0-dim tensors                     their weighted mean, or the sum if one is known
     tensors with one entry per row    concatenated
     equal tensors of another size     the first one
     other tensors                     refused
@@ -15,7 +15,9 @@ A single piece is returned as it is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import enum
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
@@ -35,6 +37,42 @@ Lists = Literal["never", "if clear", "always"]
 _COMPARABLE = (*nested.PLAIN_CLASSES, torch.Size)
 
 
+class Entries(enum.Enum):
+    """What the entries of a tensor along the rows are, if these are not its rows."""
+
+    FIXED = "as many for any number of rows"
+    OTHERS = "several per row, or pairs of rows"
+
+
+@dataclass(frozen=True)
+class NumberWeights:
+    """How the 0-dim tensors of one place combine.
+
+    Attributes:
+        by_piece: the weights of their mean, one per piece.
+        is_sum: whether they are added, without weights.
+    """
+
+    by_piece: Sequence[float]
+    is_sum: bool = False
+
+
+@dataclass(frozen=True)
+class KnownTensors:
+    """What is known of the tensors of a piece, by their positions among these.
+
+    Attributes:
+        numbers: how 0-dim tensors combine; by default their mean is weighted by rows.
+        entries: of tensors that have no rows, though their sizes may be those of rows.
+    """
+
+    numbers: Mapping[int, NumberWeights] = field(default_factory=dict)
+    entries: Mapping[int, Entries] = field(default_factory=dict)
+
+
+_NOTHING_KNOWN = KnownTensors()
+
+
 def join_rows(
     pieces: Sequence[Any],
     dim: int,
@@ -45,6 +83,7 @@ def join_rows(
     pad: float | None = None,
     names_map: bool = False,
     constants: Collection[int] = (),
+    known: KnownTensors = _NOTHING_KNOWN,
 ) -> Any:
     """Join pieces of the same nested types, each of consecutive rows, into one value.
 
@@ -58,7 +97,8 @@ def join_rows(
     gradients.
 
     ``constants`` has the positions of the tensors, among those of a piece, that are
-    known to have no rows, and are returned once whatever their size is.
+    known to have no rows, and are returned once whatever their size is. ``known`` says
+    more of tensors by their positions.
 
     Any other atom is returned once if all pieces have the same, and otherwise becomes a
     list with one entry per piece. ``lists`` says whether lists that have one entry per
@@ -70,8 +110,16 @@ def join_rows(
     if len(pieces) == 1:
         return pieces[0]
 
-    tensors = nested.tensors(pieces[0]) if constants else []
+    tensors: list[Tensor] = []
+    if constants or known is not _NOTHING_KNOWN:
+        tensors = nested.tensors(pieces[0])
     ids_of_constants = {id(tensors[position]) for position in constants}
+    weights_by_id: dict[int, NumberWeights] = {}
+    for position, number_weights in known.numbers.items():
+        weights_by_id[id(tensors[position])] = number_weights
+    entries_by_id: dict[int, Entries] = {}
+    for position, kind in known.entries.items():
+        entries_by_id[id(tensors[position])] = kind
 
     def are_entries(values: Sequence[Any], lists: Lists = lists) -> bool:
         return _are_entries(values, rows or (), dim, lists)
@@ -93,10 +141,14 @@ def join_rows(
             return first if _are_all_same(atoms) else atoms
         if not first.ndim:
             # Numbers have no rows. Micro-batches of unequal sizes count by their rows.
-            return _average(atoms, weights)
+            by_rows = NumberWeights(weights)
+            return combined_number(atoms, weights_by_id.get(id(first), by_rows))
+        kind = entries_by_id.get(id(first))
         if pad is not None:
             atoms = _padded(atoms, dim, pad)
-        if rows is not None and not _have_rows(atoms, rows, dim, names_map=names_map):
+        if rows is not None and not _have_rows(
+            atoms, rows, dim, kind, names_map=names_map
+        ):
             return atoms[0]
         return torch.cat(atoms, dim)
 
@@ -209,6 +261,7 @@ def _have_rows(
     atoms: Sequence[Tensor],
     rows: Sequence[int],
     dim: int,
+    kind: Entries | None = None,
     *,
     names_map: bool = False,
 ) -> bool:
@@ -216,16 +269,20 @@ def _have_rows(
 
     Else they are the same in all pieces. Raises ``ValueError`` if they are neither.
     """
-    if _have_one_per_row(atoms, rows, dim):
+    if kind is None and _have_one_per_row(atoms, rows, dim):
         return True
     first = atoms[0]
-    num_entries = entries_per_row(first, rows[0], dim)
-    # A head that starts at zero gives every row the same entries, so that pieces are
-    # equal is no sign that they have no rows.
-    are_alike = num_entries > 1 and same_bits(
-        first, first.narrow(dim, 0, 1).expand_as(first).contiguous()
-    )
-    if not are_alike and all(same_bits(first, atom) for atom in atoms[1:]):
+    if kind is None:
+        num_entries = entries_per_row(first, rows[0], dim)
+        # A head that starts at zero gives every row the same entries, so that pieces
+        # are equal is no sign that they have no rows.
+        are_alike = num_entries > 1 and same_bits(
+            first, first.narrow(dim, 0, 1).expand_as(first).contiguous()
+        )
+        may_be_same = not are_alike
+    else:
+        may_be_same = kind is Entries.FIXED
+    if may_be_same and all(same_bits(first, atom) for atom in atoms[1:]):
         return False
     kinds = zip(atoms, rows, strict=True)
     shapes = dict.fromkeys(
@@ -235,16 +292,27 @@ def _have_rows(
     raise ValueError(
         f"outputs of shape {' and '.join(shapes)} cannot be joined along dim={dim}, "
         f"because they have neither one entry per row there nor the same values in all "
-        f"micro-batches; {_join_remedy(atoms, rows, dim, names_map)}"
+        f"micro-batches; {_join_remedy(atoms, rows, dim, kind, names_map)}"
     )
 
 
 def _join_remedy(
-    atoms: Sequence[Tensor], rows: Sequence[int], dim: int, names_map: bool
+    atoms: Sequence[Tensor],
+    rows: Sequence[int],
+    dim: int,
+    kind: Entries | None,
+    names_map: bool,
 ) -> str:
     """The remedy for outputs that cannot be joined, by their entries per row."""
+    if kind is Entries.FIXED:
+        return (
+            "it has as many entries for any number of rows, which these micro-batches "
+            "have by chance: return what it is computed from, one entry per row, and "
+            "compute it from the joined outputs"
+        )
     sizes = [tensor.shape[-1:] for tensor in atoms]
-    if len(set(rows)) > 1 and sizes == [(num_rows,) for num_rows in rows]:
+    may_be_pairs = kind is Entries.OTHERS or len(set(rows)) > 1
+    if may_be_pairs and sizes == [(num_rows,) for num_rows in rows]:
         return (
             "a matrix of all pairs of rows has only the pairs within a micro-batch: "
             "return the features of each row instead, and compute the matrix from the "
@@ -307,20 +375,26 @@ def _are_all_same(atoms: list[Any]) -> bool:
     return all(atom is first for atom in atoms)
 
 
-def _average(values: list[Tensor], weights: Sequence[float]) -> Tensor:
-    """The weighted mean of 0-dim tensors, in their dtype; integers become floats."""
+def combined_number(values: Sequence[Tensor], weights: NumberWeights) -> Tensor:
+    """The sum or weighted mean of 0-dim tensors, in their dtype.
+
+    A mean of integers becomes a float. A weight of zero ignores even NaN.
+    """
     first = values[0]
+    if weights.is_sum:  # torch adds integers up in int64
+        return torch.stack(list(values)).sum(dtype=first.dtype)
     # At least float32: a mean of halves would be rounded in each sum.
     dtype = torch.promote_types(first.dtype, torch.float32)
-    total = sum(weights)
+    by_piece = weights.by_piece
+    if not any(by_piece):  # all are ignored, as a mean of no terms is NaN
+        by_piece = [1.0] * len(values)
+    total = sum(by_piece)
     counted: list[Tensor] = []
     weighted: list[Tensor] = []
-    for value, weight in zip(values, weights, strict=True):
-        if weight:  # a weight of zero ignores even NaN
+    for value, weight in zip(values, by_piece, strict=True):
+        if weight:
             counted.append(value.to(dtype))
             weighted.append(counted[-1] * (weight / total))
-    if not counted:
-        return first
     mean = torch.stack(weighted).sum()
     # Equal numbers keep their bits: ranks compare those of all pieces.
     if not mean.requires_grad:

@@ -28,16 +28,22 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from scatterpar.batch import nested
-from scatterpar.batch.joining import Lists, join_rows
+from scatterpar.batch.joining import (
+    KnownTensors,
+    Lists,
+    NumberWeights,
+    combined_number,
+    join_rows,
+)
 from scatterpar.batch.markers import Batches, Marker, count_rows, unwrap_markers
 from scatterpar.batch.refused_outputs import refuse_generators
-from scatterpar.calls.call_looks import CallLooks, CallOfLook
+from scatterpar.calls.call_looks import CallLooks, CallOfLook, OutputTensors
 from scatterpar.calls.copies_in_graph import AutogradTransfers
 from scatterpar.calls.division import Division, are_divided_alike
 from scatterpar.calls.inner_gradients import refused_inner_backward
 from scatterpar.calls.left_tensors import join_left_tensors
 from scatterpar.calls.lost_state import LostState
-from scatterpar.calls.numbers import BY_ROWS, NumberRule, combined_number, weights_of
+from scatterpar.calls.numbers import BY_ROWS, NumberRule, weights_of
 from scatterpar.calls.replicas_of_call import (
     ReplicasOfCall,
     first_computed,
@@ -102,13 +108,13 @@ class OutputsOfReplicas:
         outputs: that of each share, where it was computed.
         division: the rows of each.
         arguments: those of the call, of all rows.
-        rules: how 0-dim outputs combine, by their place among the atoms of an output.
+        tensors: what is known of the tensors of an output.
     """
 
     outputs: list[Any]
     division: Division
     arguments: Arguments
-    rules: dict[int, NumberRule]
+    tensors: OutputTensors
 
 
 class IndivisibleCall(ValueError):
@@ -314,11 +320,12 @@ class Calls:
                     replica_seconds=tuple(threads.seconds),
                 )
                 # After the call: a look needs the places of numbers in the outputs.
+                call = self._call_of_look(module, arguments, outputs, plan, options.dim)
                 try:
-                    rules = self._rules(module, arguments, outputs, plan, options)
+                    tensors = self._look(call, options)
                 except ValueError as error:
                     raise IndivisibleCall(str(error)) from error
-                yield OutputsOfReplicas(outputs, division, arguments, rules)
+                yield OutputsOfReplicas(outputs, division, arguments, tensors)
             except BaseException as error:
                 restore_after(
                     error,
@@ -374,25 +381,53 @@ class Calls:
         ):
             return threads.run(work, range(len(modules)))
 
-    def _rules(
+    def _call_of_look(
         self,
         module: nn.Module,
         arguments: Arguments,
         outputs: Sequence[Any],
         plan: Plan,
-        options: CallOptions,
-    ) -> dict[int, NumberRule]:
-        """Choose how 0-dim outputs combine, after a look if one is due."""
-        if len(outputs) == 1:  # its numbers are those of all rows
-            return {}
+        dim: int,
+    ) -> CallOfLook:
         args, kwargs = arguments
         flags = self._replicas.replica_set.flags
-        call = CallOfLook(
-            module, args, kwargs, outputs, plan, options.dim, flags, self._workers
+        lists = self._lists(arguments)
+        return CallOfLook(
+            module, args, kwargs, outputs, plan, dim, lists, flags, self._workers
         )
+
+    def _look(self, call: CallOfLook, options: CallOptions) -> OutputTensors:
+        """Find how outputs are joined, after a look if one is due."""
+        if len(call.outputs) == 1:  # it is that of all rows
+            return OutputTensors()
         # A checkpoint that computes the call again takes what the first one took.
         is_again = current_graph_task() != -1
-        return self._looks.rules_of(call, asks=options.verify and not is_again)
+        return self._looks.look(call, asks=options.verify and not is_again)
+
+    def known_without_graph(
+        self,
+        arguments: Arguments,
+        outputs: Sequence[Any],
+        plan: Plan,
+        options: CallOptions,
+    ) -> KnownTensors:
+        """What is known of the tensors of outputs that were computed without a graph.
+
+        ``outputs`` are those of the micro-batches, in the order of the rows.
+        """
+        if len(outputs) == 1:
+            return KnownTensors()
+        call = self._call_of_look(self._root, arguments, outputs, plan, options.dim)
+        tensors = self._looks.look(call, asks=options.verify, compares_rows=False)
+        numbers: dict[int, NumberWeights] = {}
+        for position, rule in tensors.rules.items():
+            if rule != BY_ROWS:  # as the join takes it by itself
+                numbers[position] = weights_of(rule, arguments, call.parts())
+        return KnownTensors(numbers, tensors.entries)
+
+    def tell(self) -> None:
+        """Warn, after a call without a graph, of what looks have found."""
+        self._looks.tell()
 
     def _refuse_synchronised(self, plan: Plan) -> None:
         if len(plan.shares) > 1:
@@ -433,20 +468,28 @@ class Calls:
         lists = self._lists(computed.arguments)
 
         # ``merge`` does not count: a number is known by the first replica's tensor.
-        places = {id(a): p for p, a in enumerate(nested.atoms(outputs[0]))}
+        tensors = nested.tensors(outputs[0])
+        positions = {id(tensor): number for number, tensor in enumerate(tensors)}
 
         def join_atoms(atoms: list[Any]) -> Any:
+            known = KnownTensors()
             if all(isinstance(atom, Tensor) for atom in atoms):
-                if are_divided_alike(atoms, rows, dim):
+                position = positions.get(id(atoms[0]), -1)
+                kind = computed.tensors.entries.get(position)
+                if kind is None and are_divided_alike(atoms, rows, dim):
                     return division.join(atoms)
-                rule = computed.rules.get(places.get(id(atoms[0]), -1), BY_ROWS)
+                if kind is not None:
+                    known = KnownTensors(entries={0: kind})  # the piece itself
+                rule = computed.tensors.rules.get(position, BY_ROWS)
                 numbered = enumerate(atoms)
                 atoms = [division.on_master(number, atom) for number, atom in numbered]
                 if not atoms[0].ndim:
                     return self._combined(atoms, rule, computed, options)
             # engine.map computes no gradient.
             names_map = not torch.is_grad_enabled()
-            return join_rows(atoms, dim, rows, rows, lists=lists, names_map=names_map)
+            return join_rows(
+                atoms, dim, rows, rows, lists=lists, names_map=names_map, known=known
+            )
 
         def is_atom(values: Sequence[Any]) -> bool:
             return isinstance(values[0], PackedSequence) or (
@@ -471,9 +514,8 @@ class Calls:
     ) -> Tensor:
         """The number of all rows."""
         parts = [range(s.start, s.stop) for s in computed.division.plan.shares]
-        args, kwargs = computed.arguments
-        weights = weights_of(rule, (args, kwargs), parts)
-        number = combined_number(numbers, weights, rule)
+        weights = weights_of(rule, computed.arguments, parts)
+        number = combined_number(numbers, weights)
         is_checked = options.check_finite and number.is_floating_point()
         if is_checked and not bool(torch.isfinite(number)):
             raise FloatingPointError(

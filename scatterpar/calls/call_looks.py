@@ -3,17 +3,20 @@
 The engine's look is asked about a few rows of the call, on the master::
 
     outputs with rows     a sum of all entries, each times a number of its row
-    a 0-dim output        the loss itself: which of the rules of ``numbers`` give it
+    a 0-dim output        the number itself: which of the rules of ``numbers`` give it
 
 A look compares values and gradients, of the user's own module with all these rows at
-once, and of a copy with parts of them.
+once, and of a copy with parts of them. Each number has a rule of its own. If none
+fits, a number with a gradient is refused, because it may be trained. Of another number
+a warning says so.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,10 +24,14 @@ from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.batch.batch import batch_of
+from scatterpar.batch.joining import Entries, Lists, entries_per_row, tensors_by_place
 from scatterpar.batch.markers import Marker
 from scatterpar.calls.division import are_divided_alike
 from scatterpar.calls.numbers import BY_ROWS, IGNORED_LABEL, NumberRule, rules_for
+from scatterpar.devices.copies import to_numbers
 from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.virtual_devices import physical
+from scatterpar.log import logger
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas
 from scatterpar.step.attempt import Attempt
@@ -33,13 +40,17 @@ from scatterpar.step.request import LossCandidate, Request
 from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import user_state_guarded
 from scatterpar.step.task import ReplicaTask, make_tasks
+from scatterpar.threads.process_settings import SETTINGS_KEPT
 from scatterpar.threads.workers import Workers
 from scatterpar.torch_private.autograd import saved_tensors_hooks
 from scatterpar.torch_private.tensors import version_counters_kept
 from scatterpar.verify.choice import candidate_of
+from scatterpar.verify.dropped_messages import warnings_dropped
 from scatterpar.verify.look_request import LookRequest, LossWays, is_open_between
 from scatterpar.verify.look_results import name_of_loss
-from scatterpar.verify.schedule import Kind, ranges_of_step
+from scatterpar.verify.runs import Runs
+from scatterpar.verify.schedule import Kind, Stage, ranges_of_step
+from scatterpar.verify.verdicts import in_lines
 from scatterpar.verify.verifier import Verifier
 
 _NUMBERS = 61  # per row; prime, so that no size of an output repeats them
@@ -57,9 +68,10 @@ class CallOfLook:
         module: the user's module.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        outputs: those of the replicas.
+        outputs: those of the micro-batches, in the order of the rows.
         plan: the rows of each.
         dim: the dimension of the rows.
+        lists: whether lists in the outputs may have one entry per row.
         flags: a hash of the switches of the root.
         workers: those of the call.
     """
@@ -70,8 +82,37 @@ class CallOfLook:
     outputs: Sequence[Any]
     plan: Plan
     dim: int
+    lists: Lists
     flags: Hashable
     workers: Workers
+
+    def columns(self) -> dict[int, list[Tensor]]:
+        """The tensors of all outputs by their position in the first one.
+
+        Not those of lists with one entry per row.
+        """
+        tensors = nested.tensors(self.outputs[0])
+        positions = {id(tensor): number for number, tensor in enumerate(tensors)}
+        sizes = list(map(len, self.parts()))
+        columns = tensors_by_place(self.outputs, sizes, self.dim, self.lists)
+        return {positions[id(column[0])]: column for column in columns}
+
+    def parts(self) -> list[range]:
+        """The rows of each output."""
+        return [range(*span) for span in sorted(_spans(self.plan))]
+
+
+@dataclass(frozen=True)
+class OutputTensors:
+    """What is known of the tensors of an output, by their positions among these.
+
+    Attributes:
+        rules: how numbers combine.
+        entries: of tensors whose sizes may be those of rows, and that have none.
+    """
+
+    rules: Mapping[int, NumberRule] = field(default_factory=dict)
+    entries: Mapping[int, Entries] = field(default_factory=dict)
 
 
 class CallLooks:
@@ -79,50 +120,75 @@ class CallLooks:
 
     def __init__(self) -> None:
         self._verifiers: dict[Hashable, Verifier] = {}
+        self._entries: dict[Hashable, Mapping[int, Entries]] = {}
 
-    def rules_of(self, call: CallOfLook, *, asks: bool) -> dict[int, NumberRule]:
-        """By which rules the 0-dim outputs combine, by their place among the atoms.
+    def look(
+        self, call: CallOfLook, *, asks: bool, compares_rows: bool = True
+    ) -> OutputTensors:
+        """How the outputs of the micro-batches are joined.
 
         If it ``asks``, and a look is due, a few rows are computed.
 
         Raises:
-            ValueError: parts of the rows give other outputs or gradients than all at
-                once.
+            ValueError: with ``compares_rows``, parts of the rows give other outputs or
+                gradients than all at once; numbers with a gradient that no rule gives.
         """
-        atoms_by_replica = list(map(nested.atoms, call.outputs))
         rules: dict[int, NumberRule] = {}
-        of_loss = BY_ROWS
         with_rows: list[int] = []
-        sizes = [share.rows for share in call.plan.shares]
-        # The join says what differs.
-        if len(set(map(len, atoms_by_replica))) > 1:
-            return rules
-        for place, atoms in enumerate(zip(*atoms_by_replica, strict=True)):
-            if not all(isinstance(atom, Tensor) for atom in atoms):
+        sizes = list(map(len, call.parts()))
+        columns = call.columns()
+        entries = self._entries_of(call, columns, asks)
+        for position, column in columns.items():
+            if position in entries:
                 continue
-            if not atoms[0].ndim and atoms[0].is_floating_point():
-                # Without a graph nothing tells a loss from other numbers: the first is.
-                is_first = not rules and not torch.is_grad_enabled()
-                rules[place] = BY_ROWS
-                if is_first or any(atom.requires_grad for atom in atoms):
-                    rules[place] = self._rule(call, place, asks)
-                    of_loss = rules[place]
-            elif atoms[0].is_floating_point() and are_divided_alike(
-                atoms, sizes, call.dim
+            if not any(tensor.ndim for tensor in column):
+                rules[position] = self._rule(call, position, column, asks)
+            elif column[0].is_floating_point() and are_divided_alike(
+                column, sizes, call.dim
             ):
-                with_rows.append(place)
-        # A number beside the loss, such as an accuracy, is a mean of the same terms.
-        for place in rules:
-            if not atoms_by_replica[0][place].requires_grad:
-                rules[place] = of_loss
-        if with_rows and asks:
+                with_rows.append(position)
+        if with_rows and asks and compares_rows:
             self._check_rows(call, with_rows)
-        return rules
+        return OutputTensors(rules, entries)
 
     def tell(self) -> None:
         """Warn, after a call that has succeeded, of what looks have found."""
         for verifier in self._verifiers.values():
             verifier.tell()
+
+    def _entries_of(
+        self, call: CallOfLook, columns: Mapping[int, Sequence[Tensor]], asks: bool
+    ) -> Mapping[int, Entries]:
+        """The tensors that have no rows, though their sizes may be those of rows.
+
+        Another number of rows shows them, which the user's own module computes once for
+        all calls with outputs of this kind.
+        """
+        sizes = {len(part) for part in call.parts()}
+        if len(sizes) > 1:  # tensors with rows differ in their sizes
+            return {}
+        (num_rows,) = sizes
+        with_entries = {
+            position: column[0]
+            for position, column in columns.items()
+            if entries_per_row(column[0], num_rows, call.dim)
+        }
+        kinds = [(p, tensor.dtype, tensor.ndim) for p, tensor in with_entries.items()]
+        key = id(call.module), call.flags, tuple(kinds)
+        if with_entries and asks and key not in self._entries:
+            # Not two rows if the call's parts have two; one is too few for statistics.
+            other_rows = range(3 if num_rows == 2 else 2)
+            tensors = _tensors_for(call, other_rows)
+            entries: dict[int, Entries] = {}
+            for position, tensor in with_entries.items():
+                if position < len(tensors):
+                    kind = _entries_kind(
+                        tensor, num_rows, tensors[position], len(other_rows), call.dim
+                    )
+                    if kind is not None:
+                        entries[position] = kind
+            self._entries[key] = entries
+        return self._entries.get(key, {})
 
     def _check_rows(self, call: CallOfLook, places: Sequence[int]) -> None:
         verifier = self._verifier((id(call.module), "rows"))
@@ -131,20 +197,34 @@ class CallLooks:
         request = replace(request, reduction="sum")
         _ask(verifier, call, request, [candidate_of(request)])
 
-    def _rule(self, call: CallOfLook, place: int, asks: bool) -> NumberRule:
-        """The rule for a 0-dim output with a gradient."""
-        verifier = self._verifier((id(call.module), place))
+    def _rule(
+        self, call: CallOfLook, position: int, column: Sequence[Tensor], asks: bool
+    ) -> NumberRule:
+        """The rule for a 0-dim output."""
+        verifier = self._verifier((id(call.module), position))
         arguments = _inputs_of(call)[1]
         rules = {rule.words: rule for rule in rules_for(arguments, call.dim)}
         paths = nested.paths_of_tensors(arguments)
         candidates = [_candidate(rule, paths) for rule in rules.values()]
-        request = _request(call, NumberOfOutput(place), None)
-        request = replace(request, loss_name="the loss that the module returns")
-        if asks:
-            chosen = _ask(verifier, call, request, candidates)
-        else:
-            kind, _ = _kind_of_call(verifier, call, request)
-            chosen = kind.remaining(candidates)[0]
+        criterion = NumberOfOutput(call, position, column)
+        request = _request(call, criterion, None)
+        kind, _ = _kind_of_call(verifier, call, request)
+        if not asks:
+            return rules[kind.remaining(candidates)[0].words]
+        try:
+            chosen = _ask(verifier, call, request, candidates, column)
+        except ValueError as error:
+            if criterion.has_gradient:
+                raise
+            if kind.stage is not Stage.REFUSED:
+                verifier.warn("error", f"could not check {criterion.name}: {error}")
+                return BY_ROWS
+            # Nobody trains it, and this call has said so.
+            kind.stage = Stage.GIVEN_UP
+            kind.not_refuted = [BY_ROWS.words]
+            text = _number_without_rule(criterion.name, list(rules))
+            verifier.warn("no rule", text)
+            return BY_ROWS
         return rules[chosen.words]
 
     def _verifier(self, key: Hashable) -> Verifier:
@@ -175,17 +255,120 @@ class WeighedEntries:
         return total
 
 
-class NumberOfOutput:
-    """One of the numbers that a module returns."""
+class NumberOfOutput(nn.Module):
+    """One of the numbers that a module returns.
 
-    def __init__(self, place: int) -> None:
-        self._place = place
-        self.__qualname__ = f"the loss that the module returns (entry {place})"
+    A number without a gradient gets one, by a factor: it is the number itself.
 
-    def __call__(self, output: Any, _: Any) -> Tensor:
+    Attributes:
+        has_gradient: whether the call's number has one.
+        name: the number, as texts name it.
+    """
+
+    def __init__(
+        self, call: CallOfLook, position: int, column: Sequence[Tensor]
+    ) -> None:
+        super().__init__()
+        first = column[0]
+        self._position = position
+        self.has_gradient = any(tensor.requires_grad for tensor in column)
+        noun = "loss" if self.has_gradient else "number"
+        entry = _entry_at(call.outputs[0], position)
+        self.name = f"the {noun} that the module returns{entry}"
+        self.__qualname__ = self.name
+        master = physical(call.plan.shares[0].device)
+        # In its dtype, or the tolerance would be that of a coarser one.
+        dtype = torch.promote_types(first.dtype, torch.float32).to_real()
+        with torch.inference_mode(False):
+            self.factor = nn.Parameter(torch.ones((), dtype=dtype, device=master))
+
+    def forward(self, output: Any, _: Any) -> Tensor:
         """The number."""
-        number: Tensor = nested.atoms(output)[self._place]
-        return number
+        number: Tensor = nested.tensors(output)[self._position]
+        if number.is_complex():
+            number = torch.view_as_real(number).sum()
+        if number.requires_grad:
+            return number
+        return number * self.factor
+
+
+def _entry_at(output: Any, position: int) -> str:
+    """A tensor of an output, as Python selects it; empty for the output itself."""
+    text = ""
+    for number in nested.paths_of_tensors(output)[position]:
+        children = list(nested.children_of(output))
+        if isinstance(output, Mapping):
+            text += f"[{list(output)[number]!r}]"
+        elif dataclasses.is_dataclass(output):
+            text += f".{dataclasses.fields(output)[number].name}"
+        else:
+            text += f"[{number}]"
+        output = children[number]
+    return f" (output{text})" if text else ""
+
+
+def _number_without_rule(name: str, words: Sequence[str]) -> str:
+    """The text of a warning."""
+    return in_lines(
+        f"{name} is none of these: {', '.join(words)}. The numbers of the parts are "
+        "averaged, weighted by rows, which is not the number of all rows.",
+        _WAYS_OUT_OF_CALLS,
+    )
+
+
+def _tensors_for(call: CallOfLook, rows: range) -> Sequence[Tensor]:
+    """The tensors of the module's own output for a few rows of the call.
+
+    None if the module does not compute these rows.
+    """
+    request = _request(call, None, None)
+
+    def computed() -> Sequence[Tensor]:
+        runs = Runs(attempt, request, task)
+        with runs.user_code.isolated(), runs.surroundings(runs.own_task):
+            output = runs.own_task.output_of(runs.inputs_of(rows))
+        return [tensor.detach() for tensor in nested.tensors(output)]
+
+    with torch.inference_mode(False), _own_saved_tensors():
+        attempt = _attempt_of(call, request, _plan_of_one_replica(call.plan))
+        task = _task_of(attempt)
+        try:
+            with SETTINGS_KEPT, warnings_dropped(), _state_kept(attempt):
+                results: list[Any] = call.workers.parallel_apply(
+                    [computed], [()], [task.share.device]
+                )
+        # User code may need other rows, or memory.
+        except Exception as error:
+            logger.debug("no output for another number of rows: %s", error)
+            return []
+    tensors: Sequence[Tensor] = results[0]
+    return tensors
+
+
+def _entries_kind(
+    tensor: Tensor, num_rows: int, other: Tensor, num_other_rows: int, dim: int
+) -> Entries | None:
+    """What the entries of a tensor for ``num_rows`` are, beside that of others.
+
+    ``None``: one per row, or unknown.
+    """
+    if other.shape == tensor.shape:
+        return Entries.FIXED
+    if other.ndim != tensor.ndim:
+        return None
+    if other.size(dim) == tensor.size(dim):
+        return Entries.OTHERS
+    per_row = entries_per_row(tensor, num_rows, dim)
+    if other.size(dim) != per_row * num_other_rows:
+        return None
+    if per_row > 1:
+        return Entries.OTHERS
+    for axis in range(tensor.ndim):
+        # Such as the scores of all pairs of rows.
+        sizes = tensor.size(axis), other.size(axis)
+        if axis != dim % tensor.ndim and sizes == (num_rows, num_other_rows):
+            return Entries.OTHERS
+    return None
 
 
 def _candidate(rule: NumberRule, paths: Sequence[nested.Path]) -> LossCandidate:
@@ -210,6 +393,14 @@ def _count_of(
         return labels.ne(IGNORED_LABEL).sum()
 
     return count
+
+
+def _spans(plan: Plan) -> list[tuple[int, int]]:
+    """Begin and end of the rows of each micro-batch."""
+    spans: list[tuple[int, int]] = []
+    for share in plan.shares:
+        spans += share.micro_batches
+    return spans
 
 
 class _WithBoth(nn.Module):
@@ -266,31 +457,57 @@ def _ask(
     call: CallOfLook,
     request: Request,
     candidates: Sequence[LossCandidate],
+    column: Sequence[Tensor] = (),
 ) -> LossCandidate:
-    """Look at a few rows if that is due. Returns the candidate that holds."""
+    """Look at a few rows if that is due. Returns the candidate that holds.
+
+    ``column`` are the numbers of the call whose rule is looked for.
+    """
     kind, details = _kind_of_call(verifier, call, request)
     known = kind.remaining(candidates)
     request = request.combined_by(known[0])
     plan = _plan_of_one_replica(call.plan)
-    # Of state that replicas leave differently a call itself warns (``lost_state``).
-    ways = LossWays(_WAYS_OUT_OF_CALLS, list(candidates), tells_moved_state=False)
-    is_open = is_open_between(request, plan, known)
+    is_open = is_open_between(request, plan, known) and not _are_equal_numbers(column)
     if is_open:
         details = "open", kind.steps  # new in each call
     if not kind.count_step(ranges_of_step(request), details):
         if is_open:  # as many looks as may be have not told
-            verifier.warn_of_several(name_of_loss(request), known, ways, kind)
+            verifier.warn_of_several(
+                name_of_loss(request), known, _WAYS_OUT_OF_CALLS, kind
+            )
         return known[0]
+    # Of state that replicas leave differently a call itself warns (``lost_state``).
+    ways = LossWays(
+        _WAYS_OUT_OF_CALLS,
+        list(candidates),
+        tells_moved_state=False,
+        parts_are_equal=_are_equal_numbers(column),
+    )
     # A call without a graph is looked at, too, and its gradient is compared.
     with torch.inference_mode(False), torch.enable_grad(), _own_saved_tensors():
         attempt = _attempt_of(call, request, plan)
         task = _task_of(attempt)
         look_request = LookRequest(attempt, request, task, True, known, ways)
-        # A graph of the call may have saved a buffer, which the look puts back.
-        tensors = attempt.replicas.of_model.tensors
-        # The user's hooks see no gradient of a look.
-        with user_state_guarded(attempt), version_counters_kept(tensors):
+        with _state_kept(attempt):
             return verifier.look_at(look_request, kind)
+
+
+@contextlib.contextmanager
+def _state_kept(attempt: Attempt) -> Iterator[None]:
+    """In the body a look calls user code, of which the call sees nothing."""
+    # A graph of the call may have saved a buffer, which the look puts back.
+    tensors = attempt.replicas.of_model.tensors
+    # The user's hooks see no gradient of a look.
+    with user_state_guarded(attempt), version_counters_kept(tensors):
+        yield
+
+
+def _are_equal_numbers(column: Sequence[Tensor]) -> bool:
+    """Whether numbers without a gradient are equal, so that all means are the same."""
+    if not column or any(number.requires_grad for number in column):
+        return False
+    # As texts, because NaN is equal to NaN here.
+    return len({repr(to_numbers(number)) for number in column}) == 1
 
 
 def _kind_of_call(
@@ -316,10 +533,8 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 def _plan_of_one_replica(plan: Plan) -> Plan:
     """The plan in which one replica computes what each replica does in the call."""
-    spans: list[tuple[int, int]] = []
-    for share in plan.shares:
-        spans += share.micro_batches
-    return Plan(plan.rows, (Share(0, plan.shares[0].device, tuple(spans)),))
+    spans = tuple(_spans(plan))
+    return Plan(plan.rows, (Share(0, plan.shares[0].device, spans),))
 
 
 def _attempt_of(call: CallOfLook, request: Request, plan: Plan) -> Attempt:
@@ -327,7 +542,7 @@ def _attempt_of(call: CallOfLook, request: Request, plan: Plan) -> Attempt:
     replicas = Replicas([plan.shares[0].device], ReplicaOptions())
     attempt = Attempt(request, plan, replicas, call.workers)
     module, _ = _inputs_of(call)
-    replicas.refresh(module, None, Transfers())
+    replicas.refresh(module, request.criterion, Transfers())
     attempt.weights = compute_loss_weights(request, plan, None)
     return attempt
 
@@ -339,4 +554,4 @@ def _task_of(attempt: Attempt) -> ReplicaTask:
     (task,) = make_tasks(attempt, loaders)
     # The look itself cuts the rows into parts.
     share = replace(task.share, micro_batches=((0, request.rows),))
-    return replace(task, share=share, criterion=request.criterion)
+    return replace(task, share=share)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.batch import nested
+from scatterpar.batch.joining import NumberWeights
 from scatterpar.devices.copies import to_numbers
 
 IGNORED_LABEL = -100
@@ -64,12 +65,10 @@ def rules_for(arguments: object, dim: int) -> list[NumberRule]:
 
 def weights_of(
     rule: NumberRule, arguments: object, parts: Sequence[Sequence[int]]
-) -> list[float]:
+) -> NumberWeights:
     """The weights of parts, which are numbers of rows of the ``arguments``."""
-    if rule.is_sum:
-        return [1.0] * len(parts)
-    if rule.labels is None:
-        return [float(len(rows)) for rows in parts]
+    if rule.is_sum or rule.labels is None:
+        return NumberWeights([float(len(rows)) for rows in parts], rule.is_sum)
     labels = _tensors_of_call(arguments)[rule.labels]
     if rule.is_shifted:
         labels = labels[:, 1:]
@@ -80,30 +79,7 @@ def weights_of(
         else (labels.detach().ne(IGNORED_LABEL))
     )
     by_row: list[float] = to_numbers(counts)
-    return [float(sum(by_row[row] for row in rows)) for rows in parts]
-
-
-def combined_number(
-    numbers: Sequence[Tensor], weights: Sequence[float], rule: NumberRule
-) -> Tensor:
-    """One number of those of parts. A mean of no terms is ignored, as it is NaN."""
-    first = numbers[0]
-    # In its own dtype: torch adds integers up in int64.
-    if rule.is_sum:
-        return torch.stack(list(numbers)).sum(dtype=first.dtype)
-    total = sum(weights)
-    if not total:  # all are ignored: torch's mean of none is NaN
-        return torch.stack(list(numbers)).mean()
-    # At least float32: a mean of halves would be rounded in each sum.
-    dtype = torch.promote_types(first.dtype, torch.float32)
-    terms: list[Tensor] = []
-    for number, weight in zip(numbers, weights, strict=True):
-        # A mean of no terms is NaN, and so is zero times it.
-        if weight:
-            terms.append(number.to(dtype) * (weight / total))
-    mean = torch.stack(terms).sum()
-    is_integer = not (first.is_floating_point() or first.is_complex())
-    return mean if is_integer else mean.to(first.dtype)
+    return NumberWeights([float(sum(by_row[row] for row in rows)) for rows in parts])
 
 
 def _tensors_of_call(arguments: object) -> list[Tensor]:

@@ -4,12 +4,14 @@ It is the forward pass, or any function of a replica::
 
     outputs = [function(replica, *rows) for replica, rows in micro_batches]
     return join(outputs)
+
+Between the two lines the engine finds how numbers combine, and what has no rows.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -19,11 +21,12 @@ import torch
 from torch import nn
 
 from scatterpar.batch import nested
-from scatterpar.batch.joining import Lists
+from scatterpar.batch.joining import KnownTensors, Lists
 from scatterpar.batch.refused_outputs import refuse_generators
 from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.errors import add_note
 from scatterpar.objects.references import module_of, named_values
+from scatterpar.options.call_arguments import Arguments
 from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.step.attempt import Attempt
@@ -44,6 +47,7 @@ class RowFunction:
     Attributes:
         function: the module, a method of a part of it, or a function that gets a
             replica as its first argument.
+        arguments: its positional and keyword arguments, for all rows.
         pad: that of ``join_rows``.
         may_start_again: a call that runs out of memory may begin again, with more
             sub-steps. False once memory has run out in the join of all outputs, which
@@ -51,6 +55,7 @@ class RowFunction:
     """
 
     function: Callable[..., Any]
+    arguments: Arguments
     pad: float | None
     may_start_again: bool = True
 
@@ -80,12 +85,10 @@ def map_rows(
     attempt: Attempt,
     module: nn.Module,
     row_function: RowFunction,
-) -> Mapped:
-    """Call a function for the whole batch. Returns its results, joined on the master.
+) -> list[list[Any]]:
+    """Call a function for the whole batch. Returns its results by share.
 
-    The request's inputs are a pair of positional and keyword arguments. Lists in a
-    module's output may be lists of tensors, and then are not joined. A trial joins
-    nothing.
+    The request's inputs are a pair of positional and keyword arguments.
     """
     plan = attempt.plan
     request = attempt.request
@@ -103,20 +106,39 @@ def map_rows(
         outputs = attempt.threads.run(work.of_share, tasks)
         if attempt.extent.is_trial:
             transfers.synchronize()
-            return Mapped(attempt)
+    return outputs
+
+
+def join_results(
+    attempt: Attempt,
+    module: nn.Module,
+    row_function: RowFunction,
+    outputs: Sequence[Sequence[Any]],
+    known: KnownTensors,
+) -> Mapped:
+    """Join the results of ``map_rows`` on the master.
+
+    Lists in a module's output may be lists of tensors, and then are not joined.
+    ``known`` is that of ``join_rows``.
+    """
     lists: Lists = "always"
-    if function is module:
-        lists = lists_in_outputs(request.batches)
+    if row_function.function is module:
+        lists = lists_in_outputs(attempt.request.batches)
     try:
         output = join_on_master(
-            attempt, outputs, lists, row_function.pad, names_map=True
+            attempt,
+            outputs,
+            lists,
+            row_function.pad,
+            names_map=True,
+            known=known,
         )
     except Exception as error:
         if is_out_of_memory(error):
             row_function.may_start_again = False
             add_note(error, _RESULTS_DO_NOT_FIT)
         raise
-    transfers.synchronize()
+    attempt.transfers.synchronize()
     return Mapped(attempt, output, buffers_of(attempt, module))
 
 

@@ -25,7 +25,12 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.batch.batch import Batch
-from scatterpar.batch.joining import Lists, join_rows, require_same_or_rows
+from scatterpar.batch.joining import (
+    KnownTensors,
+    Lists,
+    join_rows,
+    require_same_or_rows,
+)
 from scatterpar.devices import coalescing
 from scatterpar.devices.bits import same_bits
 from scatterpar.devices.clocks import DeviceClock
@@ -415,11 +420,13 @@ def join_on_master(
     pad: float | None = None,
     *,
     names_map: bool = False,
+    known: KnownTensors,
 ) -> Any:
     """Join the outputs of all micro-batches on the master, in the batch's order.
 
-    0-dim tensors are averaged with the weights of ``attempt``. ``lists``, ``pad``
-    and ``names_map`` are those of ``join_rows``.
+    0-dim tensors are averaged with the weights of ``attempt``, unless ``known`` says
+    another way. ``lists``, ``pad``, ``names_map`` and ``known`` are those of
+    ``join_rows``.
     """
     plan = attempt.plan
     master = plan.shares[0].device
@@ -441,6 +448,7 @@ def join_on_master(
         lists=lists,
         pad=pad,
         names_map=names_map,
+        known=known,
     )
 
 

@@ -46,11 +46,14 @@ class LossWays:
         candidates: ways in which losses of parts may combine, the likeliest first. The
             first one that fits a few rows is taken. Empty: the request says how.
         tells_moved_state: whether a look warns of state that calls of the module move.
+        parts_are_equal: whether the numbers of all parts are equal, and have no
+            gradient: then it does not matter which mean holds.
     """
 
     remedies: str = ""
     candidates: Sequence[LossCandidate] = ()
     tells_moved_state: bool = True
+    parts_are_equal: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.step.request import LossCandidate
 from scatterpar.tables import shortened
-from scatterpar.verify.look_request import LookRequest, LossWays
+from scatterpar.verify.look_request import LookRequest
 from scatterpar.verify.verdicts import RETURN, Verdict, in_lines
 
 _WAYS = (
@@ -62,7 +62,7 @@ def tensor_was_not_saved(shape: tuple[int, ...]) -> str:
 
 
 def several_candidates_fit(
-    loss: str, candidates: Sequence[LossCandidate], ways: LossWays
+    loss: str, candidates: Sequence[LossCandidate], remedies: str
 ) -> str:
     """The rows leave these candidates, of which the first one is assumed."""
     mean_or_sum = " or ".join(candidate.words for candidate in candidates)
@@ -70,7 +70,7 @@ def several_candidates_fit(
     return in_lines(
         f"the rows of this step do not show whether {loss} is {mean_or_sum}.",
         f"The engine takes the loss for {first_of_these} until rows show it. "
-        f"{ways.remedies}",
+        f"{remedies}",
     )
 
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 from scatterpar.devices.memory import no_kernel_search
 from scatterpar.errors import warn
 from scatterpar.log import logger
-from scatterpar.numerics.comparison import Inconclusive, NoTerms
+from scatterpar.numerics.comparison import Inconclusive, NoTerms, SaysNothing
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss_weights import counts_as_torch
 from scatterpar.step.request import LossCandidate
@@ -191,25 +191,27 @@ class Verifier:
                 remaining.append(candidate)
         self._keep(remaining, look_request, kind)
         plan = look_request.attempt.plan
-        if is_open_between(look_request.request, plan, remaining):
+        ways = look_request.ways
+        is_open = is_open_between(look_request.request, plan, remaining)
+        if is_open and not ways.parts_are_equal:
             if not look_request.is_again:
                 # By chance, parts of these rows may weigh the same by all of them.
                 kind.looks += 1
                 again = replace(look_request, candidates=remaining, is_again=True)
                 return self._decide(again, kind)
-            self.warn_of_several(look_request.loss, remaining, look_request.ways, kind)
+            self.warn_of_several(look_request.loss, remaining, ways.remedies, kind)
         return remaining[0]
 
     def warn_of_several(
         self,
         loss: str,
         candidates: Sequence[LossCandidate],
-        ways: LossWays,
+        remedies: str,
         kind: Kind,
     ) -> None:
         """Warn that the first of several candidates is assumed."""
         kind.has_assumed = True
-        text = look_words.several_candidates_fit(loss, candidates, ways)
+        text = look_words.several_candidates_fit(loss, candidates, remedies)
         self.warn(("several candidates", loss), text)
 
     def _assume(
@@ -226,6 +228,9 @@ class Verifier:
             kind.has_assumed |= len(remaining) > 1
         # Of torch's own loss nothing is assumed that may be wrong.
         is_told = reason.is_final or not counts_as_torch(look_request.request)
+        # Zeros, or NaN: of these every rule gives the same.
+        if look_request.ways.parts_are_equal and isinstance(reason, SaysNothing):
+            is_told = False
         if kind.note_inconclusive(reason) and is_told:
             text = look_words.looks_are_inconclusive(look_request, reason, assumed)
             is_joined = look_request.request.whole_batch

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from scatterpar.batch.joining import entries_per_row, join_rows, require_same_or_rows
+from scatterpar.batch.joining import (
+    Entries,
+    KnownTensors,
+    NumberWeights,
+    combined_number,
+    entries_per_row,
+    join_rows,
+    require_same_or_rows,
+)
 
 ROWS = [2, 1]  # of the two pieces
 TWO, ONE = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 6.0]])
@@ -120,3 +128,69 @@ def test_pieces_of_weight_zero_left_out():
 )
 def test_entries_per_row_of_three_rows(shape, dim, entries):
     assert entries_per_row(torch.zeros(shape), 3, dim) == entries
+
+
+# --- numbers ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_mean_ignores_parts_without_terms(dtype):
+    numbers = [torch.tensor(value, dtype=dtype) for value in (1.0, torch.nan, 3.0)]
+    mean = combined_number(numbers, NumberWeights([1, 0, 3]))
+    assert mean.dtype == dtype
+    assert mean.item() == 2.5
+
+
+def test_mean_of_no_terms_is_that_of_torch():
+    numbers = [torch.tensor(torch.nan)] * 2
+    assert combined_number(numbers, NumberWeights([0, 0])).isnan()
+
+
+def test_mean_of_equal_numbers_keeps_their_bits():
+    numbers = [torch.tensor(0.1, dtype=torch.float64)] * 3
+    assert combined_number(numbers, NumberWeights([1, 1, 1])) == 0.1
+
+
+def test_sum_adds_in_its_dtype():
+    numbers = [torch.tensor(2), torch.tensor(3)]
+    found = combined_number(numbers, NumberWeights([1, 2], is_sum=True))
+    assert found.item() == 5
+    assert found.dtype == torch.int64
+
+
+def test_numbers_of_some_positions_are_added():
+    pieces = [
+        (TWO, torch.tensor(2), torch.tensor(1.0)),
+        (ONE, *map(torch.tensor, (3, 4.0))),
+    ]
+    known = KnownTensors({1: NumberWeights(ROWS, is_sum=True)})
+    _, total, mean = join_rows(pieces, 0, ROWS, ROWS, known=known)
+    assert (total.item(), mean.item()) == (5, 2.0)
+
+
+# --- tensors whose sizes may be those of rows ---
+
+
+def test_fixed_entries_are_returned_once_or_refused():
+    known = KnownTensors(entries={1: Entries.FIXED})
+    pieces = [(TWO, torch.arange(2)), (TWO, torch.arange(2))]
+    rows, entries = join_rows(pieces, 0, [2, 2], [2, 2], known=known)
+    assert rows.shape == (4, 2)
+    assert entries.tolist() == [0, 1]
+    pieces[1] = TWO, torch.arange(2) + 1
+    with pytest.raises(ValueError, match="as many entries for any number of rows"):
+        join_rows(pieces, 0, [2, 2], [2, 2], known=known)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (torch.ones(4, 1), r"\.reshape\(rows, 2, …\)"),
+        (torch.tensor([[1.0], [1.0], [3.0], [3.0]]), r"\.reshape\(rows, 2, …\)"),
+        (torch.ones(2, 2), "a matrix of all pairs of rows"),
+    ],
+)
+def test_equal_pieces_without_rows_are_refused(tensor, words):
+    known = KnownTensors(entries={0: Entries.OTHERS})
+    with pytest.raises(ValueError, match=words):
+        join_rows([tensor, tensor.clone()], 0, [2, 2], [2, 2], known=known)

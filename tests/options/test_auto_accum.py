@@ -498,7 +498,8 @@ def test_results_too_large_end_the_search(devices, monkeypatch):
         with pytest.raises(torch.OutOfMemoryError) as caught, torch.no_grad():
             engine(batch(24)[0])
         assert "return less per row, or pass fewer rows" in caught.value.__notes__[-1]
-        assert len(model.sizes) == 2
+        # Before them a few rows may be computed, to find which outputs have rows.
+        assert [size for size in model.sizes if size > 3] == [12, 12]
         del caught
 
 

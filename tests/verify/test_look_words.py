@@ -48,7 +48,7 @@ def inconclusive(**options):
         ),
         (
             look_words.several_candidates_fit(
-                "the criterion MSELoss", [A_SUM, BY_ROWS], LossWays(REMEDIES)
+                "the criterion MSELoss", [A_SUM, BY_ROWS], REMEDIES
             ),
             "not show whether the criterion MSELoss is a sum or a mean over rows.",
             f"The engine takes the loss for a sum until rows show it. {REMEDIES}",

@@ -539,10 +539,7 @@ class Cell:
         bound = largest if self.is_right else least
         if error <= bound or error <= rounding_of(plain, self.loss, inputs, targets):
             return "right", ""
-        # Without a term torch's mean is NaN, and a step adds nothing.
-        if not all(
-            p.grad is None or p.grad.isfinite().all() for p in plain.parameters()
-        ):
+        if not is_defined(expected, plain):
             return "undefined", ""
         # Right by chance, in a format that rounds much.
         if not self.is_right and self.dtype is not torch.float64:
@@ -551,6 +548,17 @@ class Cell:
                 return "right", ""
         numbers = f"loss {float(loss.detach()):.4g}, not {float(expected.detach()):.4g}"
         return "silent", f"off by {error:.2g}, {numbers}"
+
+
+def is_defined(loss, plain):
+    """Whether plain torch gives a loss, and a gradient that is no rounding alone.
+
+    Without a term its mean is NaN, and a step adds nothing. Of a module that gives
+    zeros, pairs of equal rows cancel: what is left is 1e-16.
+    """
+    gradients = [p.grad for p in plain.parameters() if p.grad is not None]
+    is_finite = all(tensor.isfinite().all() for tensor in (loss, *gradients))
+    return is_finite and max(gradient.abs().max() for gradient in gradients) > 1e-12
 
 
 def rounding_of(plain, loss, inputs, targets):

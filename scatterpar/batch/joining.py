@@ -306,9 +306,9 @@ def _join_remedy(
     """The remedy for outputs that cannot be joined, by their entries per row."""
     if kind is Entries.FIXED:
         return (
-            "it has as many entries for any number of rows, which these micro-batches "
-            "have by chance: return what it is computed from, one entry per row, and "
-            "compute it from the joined outputs"
+            "it has as many entries for any number of rows, and by chance these "
+            "micro-batches have as many rows: return what it is computed from, one "
+            "entry per row, and compute it from the joined outputs"
         )
     sizes = [tensor.shape[-1:] for tensor in atoms]
     may_be_pairs = kind is Entries.OTHERS or len(set(rows)) > 1

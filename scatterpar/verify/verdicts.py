@@ -188,9 +188,9 @@ def error_of_replica(
     verdict = _refused(
         f"{name}: the loss of {num_rows} rows is {loss:.4g} with your own module in "
         f"plain torch, but an error on a replica: {type(error).__name__}: {error}",
-        "A replica is a copy of the module. Code that uses your own module, by a "
-        "global variable or for gradients by your own parameters, does not use the "
-        "copy. "
+        "A replica is a copy of the module. Code that reaches your own module, "
+        "through a global variable or in autograd.grad of your own parameters, does "
+        "not use the copy. "
         f"If the loss reads a value that forward sets on the module, {RETURN}.",
         "No count=, reduction= or whole_batch= says that.",
     )

@@ -201,27 +201,30 @@ class CallLooks:
         self, call: CallOfLook, position: int, column: Sequence[Tensor], asks: bool
     ) -> NumberRule:
         """The rule for a 0-dim output."""
+        criterion = NumberOfOutput(call, position, column)
+        has_gradient = criterion.has_gradient
         verifier = self._verifier((id(call.module), position))
         arguments = _inputs_of(call)[1]
         rules = {rule.words: rule for rule in rules_for(arguments, call.dim)}
         paths = nested.paths_of_tensors(arguments)
         candidates = [_candidate(rule, paths) for rule in rules.values()]
-        criterion = NumberOfOutput(call, position, column)
         request = _request(call, criterion, None)
         kind, _ = _kind_of_call(verifier, call, request)
+        if kind.has_no_rule and not has_gradient:
+            return BY_ROWS
         if not asks:
             return rules[kind.remaining(candidates)[0].words]
         try:
             chosen = _ask(verifier, call, request, candidates, column)
         except ValueError as error:
-            if criterion.has_gradient:
+            if has_gradient:
                 raise
             if kind.stage is not Stage.REFUSED:
                 verifier.warn("error", f"could not check {criterion.name}: {error}")
                 return BY_ROWS
-            # Nobody trains it, and this call has said so.
-            kind.stage = Stage.GIVEN_UP
-            kind.not_refuted = [BY_ROWS.words]
+            # Nobody trains it, and this call has said so. With a gradient it is looked
+            # at in each call, and refused.
+            kind.has_no_rule = True
             text = _number_without_rule(criterion.name, list(rules))
             verifier.warn("no rule", text)
             return BY_ROWS
@@ -235,7 +238,7 @@ class WeighedEntries:
     """The sum of the entries of outputs with rows, each times a number of its row."""
 
     def __init__(self, places: Sequence[int], dim: int) -> None:
-        """``places`` are those of the outputs among the atoms."""
+        """``places`` are those of the outputs among the tensors."""
         self._places = places
         self._dim = dim
         self.__qualname__ = "the output of the module"
@@ -246,9 +249,9 @@ class WeighedEntries:
         numbers = numbers.movedim(self._dim, 0)
         numbers = numbers.reshape(len(numbers), -1)
         total: Tensor = numbers.new_zeros(())
-        atoms = nested.atoms(output)
+        tensors = nested.tensors(output)
         for place in self._places:
-            by_row = atoms[place].movedim(self._dim, 0).reshape(len(numbers), -1)
+            by_row = tensors[place].movedim(self._dim, 0).reshape(len(numbers), -1)
             places = torch.arange(by_row.size(1), device=by_row.device)
             factors = numbers[:, (places + place) % _NUMBERS]
             total = total + (by_row * factors.to(by_row.dtype)).sum()

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import heapq
 import math
 import threading
 import time
@@ -64,6 +65,7 @@ from scatterpar.torch_private.autograd import (
 from scatterpar.torch_private.compiler import never_compiled
 from scatterpar.torch_private.tensors import version_counters_kept
 
+_NUM_PROBES = 4  # one may be of zeros, which unscaling leaves
 # By replica (all except the first), the gradients of the user's tensors, by ``id``.
 ByReplica = list[dict[int, Tensor]]
 _MOMENTS = 20
@@ -155,8 +157,9 @@ class CallGradients:
         self._marks: dict[int, _Mark] = {}
         self._hooks: dict[int, RemovableHandle] = {}
         self._told = Told()
-        # One of replica 0's gradients, and its values as autograd has left them.
-        self._probe: tuple[Tensor, Tensor] | None = None
+        # A few of replica 0's gradients, by the tensor's ``id``, and their values as
+        # autograd has left them.
+        self._probes: dict[int, tuple[Tensor, Tensor]] = {}
         # What is connected at present. The copies' graph refers to this object, so it
         # does not refer to them: such a cycle is never collected.
         self._replica_set: weakref.ref[ReplicaSet] | None = None
@@ -246,19 +249,11 @@ class CallGradients:
                 return
             self._end_dead_passes()
             is_selected = not executes(self.backward_probe)
-            life = _Life()
-            self._passes[task] = _Pass(
-                self.is_synced,
-                is_selected,
-                self._nothing(),
-                taken=self._nothing(),
-                life=weakref.ref(life),
-            )
+            self._add_pass(task, is_selected)
             # Also without an addition: the user may apply what ``autograd.grad``
             # returns. Inside of ``no_sync`` nothing is applied yet, and reading values
             # takes time.
             self.were_added |= self.is_synced
-            at_end_of_pass(partial(self._end_pass, task, life))
             if not is_selected:
                 # Before autograd accumulates: later nobody sees what the user has
                 # dropped.
@@ -271,6 +266,22 @@ class CallGradients:
             with torch.inference_mode(False), torch.no_grad():
                 replica_set.follow_values()
             self.connect(replica_set)
+
+    def _add_pass(self, task: int, is_selected: bool) -> None:
+        """Add a pass, which autograd ends.
+
+        Apart from code that raises: a traceback that somebody keeps has its locals, and
+        would keep the pass's life.
+        """
+        life = _Life()
+        self._passes[task] = _Pass(
+            self.is_synced,
+            is_selected,
+            self._nothing(),
+            taken=self._nothing(),
+            life=weakref.ref(life),
+        )
+        at_end_of_pass(partial(self._end_pass, task, life))
 
     def arrive(
         self, bucket: _Bucket, gradients: Sequence[Tensor | None]
@@ -488,9 +499,8 @@ class CallGradients:
         keys = self._waiting_of(optimizer)
         if not keys:
             return
-        if self._probe is not None:
-            # A GradScaler's unscaling raises no version, and ``.data`` neither.
-            gradient, before = self._probe
+        # A GradScaler's unscaling raises no version, and ``.data`` neither.
+        for gradient, before in self._probes.values():
             if not same_bits(gradient, before):
                 raise RuntimeError(_changed_while_waiting(gradient))
         self.add_waiting(keys)
@@ -579,26 +589,23 @@ class CallGradients:
                 # Only others have one: this is replica 0's, which the user may drop.
                 arrived = next(of[key] for of in self._waiting if key in of)
                 tensor.grad = torch.zeros_like(
-                    arrived, dtype=tensor.dtype, device=tensor.device
+                    arrived, dtype=tensor.grad_dtype, device=tensor.device
                 )
             gradient = tensor.grad
             present = 0 if gradient is None else version(gradient)
             self._marks[key] = _Mark(gradient, present)
-        self._probe = self._probe_of_marks()
+        self._probe_gradients()
 
-    def _probe_of_marks(self) -> tuple[Tensor, Tensor] | None:
-        """The smallest gradient of replica 0's that has entries, and its values."""
-        gradients: list[Tensor] = []
-        for mark in self._marks.values():
+    def _probe_gradients(self) -> None:
+        """Remember the values of the smallest gradients of replica 0's."""
+        gradients: list[tuple[int, int, Tensor]] = []
+        for key, mark in self._marks.items():
             gradient = mark.gradient
-            if gradient is None or gradient.layout != torch.strided:
-                continue
-            if gradient.numel():
-                gradients.append(gradient)
-        if not gradients:
-            return None
-        smallest = min(gradients, key=Tensor.numel)
-        return smallest, smallest.detach().clone()
+            if gradient is not None and gradient.layout == torch.strided:
+                gradients.append((gradient.numel(), key, gradient))
+        self._probes = {}
+        for _, key, gradient in heapq.nsmallest(_NUM_PROBES, gradients):
+            self._probes[key] = gradient, gradient.detach().clone()
 
     def _note(self, tensor: Tensor) -> None:
         """Autograd has accumulated a gradient, such as a penalty's; others wait."""
@@ -613,18 +620,18 @@ class CallGradients:
         # Autograd writes once, or not at all if nothing has arrived.
         is_known = tensor.grad is mark.gradient and present - mark.version in (0, 1)
         mark.is_changed |= not is_known
-        if self._probe is not None and self._probe[0] is mark.gradient:
-            self._probe = None
+        self._probes.pop(id(tensor), None)
         mark.version = present
 
     def _release(self, keys: Iterable[int]) -> None:
         """Forget these tensors, for which nothing waits any more."""
         for key in keys:
             self._marks.pop(key, None)
+            self._probes.pop(key, None)
         if self.is_waiting or self._passes:
             return
         self._marks.clear()
-        self._probe = None
+        self._probes.clear()
         self._tensors.clear()
         for hook in self._hooks.values():
             hook.remove()

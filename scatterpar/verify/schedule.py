@@ -185,6 +185,8 @@ class Kind:
         scope: the part of a sub-step that one replica at a time runs.
         stage: what the looks have said so far.
         not_refuted: the words of a call's candidates that looks leave, the best first.
+        has_no_rule: looks have refused all candidates for a number without a gradient,
+            and none has agreed since.
         has_assumed: a step has taken one of several candidates that differ in it.
         sizes_without_rows: those of outputs that have no rows; a step whose
             micro-batches have as many rows would join such an output.
@@ -199,6 +201,7 @@ class Kind:
     scope: Scope = Scope.NOTHING
     stage: Stage = Stage.ASKED
     not_refuted: Sequence[str] = ()
+    has_no_rule: bool = False
     has_assumed: bool = False
     sizes_without_rows: set[int] = field(default_factory=set)
 
@@ -257,6 +260,7 @@ class Kind:
     def note_agreement(self) -> None:
         """Note that a look at the last step has not refused."""
         self.stage = Stage.ASKED
+        self.has_no_rule = False
         self.num_inconclusive = 0
         numbers = read_ranges(self.ranges_of_step)
         # Of all looks together: batches of labels differ at random.

@@ -72,6 +72,26 @@ def test_rows_that_meet_are_told():
         engine(ROWS)
 
 
+def _after_a_name(self, rows):
+    return {"name": "a", "number": 3, "output": self.net(rows)}
+
+
+def _softmax_after_a_name(self, rows):
+    return {"name": "a", "number": 3, "output": self.net(rows).softmax(0)}
+
+
+def test_tensor_after_other_values_is_compared():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with engine_of(_after_a_name) as engine:
+            engine(ROWS)["output"].sum().backward()
+    with (
+        engine_of(_softmax_after_a_name) as engine,
+        pytest.warns(UserWarning, match="other outputs for a few rows"),
+    ):
+        engine(ROWS)
+
+
 def test_loss_that_is_no_mean_is_refused_in_words():
     def forward(self, rows, labels):
         return F.cross_entropy(self.net(rows), labels).sqrt()

@@ -167,6 +167,69 @@ def test_step_after_a_penalty_is_no_uncounted_write(pair):
     torch.testing.assert_close(list(net.parameters()), list(plain.parameters()))
 
 
+def test_uncounted_write_is_seen_beside_zeros(pair):
+    """Unscaling leaves a gradient of zeros as it is."""
+    engine, net, _ = pair
+    net.register_parameter("unused", nn.Parameter(torch.zeros(1)))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with engine.no_sync():
+        loss = loss_of(engine) + 0 * net.unused.sum()
+        (1024 * loss).backward()
+    unscale(net, optimizer)
+    with pytest.raises(RuntimeError, match=r"inside of no_sync"):
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*gradients wait")
+@pytest.mark.parametrize("is_dropped", [False, True])
+@pytest.mark.parametrize("order", [(0, 2), (2, 0)])
+def test_optimizers_step_one_after_the_other(pair, order, is_dropped):
+    """The second one took the first one's sum for a write that was not counted."""
+    engine, net, plain = pair
+    for call, module in ((engine, net), (plain, plain)):
+        optimizers = [torch.optim.SGD(module[n].parameters(), 0.1) for n in order]
+        with engine.no_sync():
+            loss_of(call).backward()
+        if is_dropped:
+            optimizers[0].zero_grad(set_to_none=False)
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(list(net.parameters()), list(plain.parameters()))
+
+
+class KeepsHidden(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 3), nn.Linear(3, 1)
+
+    def forward(self, rows):
+        hidden = self.first(rows)
+        HIDDEN.append(hidden)
+        return self.second(hidden)
+
+
+HIDDEN = []
+
+
+def test_kept_error_of_a_pass_keeps_no_pass():
+    """As a notebook keeps the last one: later parts of gradients waited in it."""
+    net, plain = build(KeepsHidden), build(KeepsHidden)
+    with ScatterOnceParallel(net, device_ids=["cpu"] * 2, verify=False) as engine:
+        loss = engine(ROWS).sum()
+        with engine.no_sync():
+            engine(ROWS).sum().backward()
+        net.first.weight.grad.mul_(2)
+        with pytest.raises(RuntimeError, match="no_sync") as kept:
+            loss.backward()
+        for call, module in ((engine, net), (plain, plain)):
+            module.zero_grad()
+            HIDDEN.clear()
+            call(ROWS)
+            sum(hidden.square().sum() for hidden in HIDDEN).backward()
+        assert kept.tb is not None
+    assert_gradients(net.first, gradients(plain.first))
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 def test_graph_of_gradients_refused_in_no_sync(pair):
     engine, _, _ = pair
@@ -363,6 +426,20 @@ def test_what_replica_0_lacks_is_dropped(ids, drop):
     for name, gradient in gradients(plain).items():
         present = dict(net.named_parameters())[name].grad
         torch.testing.assert_close(present, gradient, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, None])
+def test_lacked_gradient_has_the_dtype_of_gradients(dtype):
+    net = build(Skips).bfloat16()
+    for parameter in net.parameters():
+        parameter.grad_dtype = dtype
+    rows = rows_without(replica_0=True).bfloat16()
+    with ScatterOnceParallel(net, device_ids=["cpu"] * 2, verify=False) as engine:
+        with engine.no_sync():
+            engine(rows).sum().backward()
+        engine(rows).sum().backward()
+    if dtype is not None:
+        assert net.second.weight.grad.dtype == dtype
 
 
 class Sparse(nn.Module):

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from calls.modes import MODES, evaluation, graph
+from calls.modes import MODES, evaluation, graph, inference, training_without_graph
 from calls.programs import Own, mlp
 from harness.oracle import build, randint, randn
 from harness.pairwise import pairwise
@@ -181,6 +181,20 @@ def test_number_without_rule_is_told_once(words, mode, layout):
         with warnings.catch_warnings(action="error"):
             for _ in range(3):
                 engine(rows)
+
+
+@pytest.mark.filterwarnings("ignore:.*is none of these")
+@pytest.mark.parametrize("first", [inference, training_without_graph])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_without_rule_is_refused_after_evaluation(first, layout):
+    """It was given up without a gradient, and then trained in silence."""
+    net = build(lambda: Own(_alone, net=mlp()))
+    rows = randn(11, 6)
+    with ScatterOnceParallel(net, device_ids=list(layout)) as engine:
+        with first(net):
+            engine(rows)
+        with graph(net), pytest.raises(ValueError, match="the loss that the module"):
+            engine(rows)
 
 
 def _count_of_labels(self, rows, labels):

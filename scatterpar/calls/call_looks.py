@@ -54,6 +54,7 @@ from scatterpar.verify.verdicts import in_lines
 from scatterpar.verify.verifier import Verifier
 
 _NUMBERS = 61  # per row; prime, so that no size of an output repeats them
+_MOST_ENTRIES = 64  # kinds of outputs whose entries are known by the module's switches
 _WAYS_OUT_OF_CALLS = (
     "Return what it is computed from, one entry per row, and compute the loss from the "
     "joined output; or call the module itself."
@@ -175,6 +176,8 @@ class CallLooks:
         }
         kinds = [(p, tensor.dtype, tensor.ndim) for p, tensor in with_entries.items()]
         key = id(call.module), call.flags, tuple(kinds)
+        if len(self._entries) >= _MOST_ENTRIES:  # such as a text that counts calls
+            key = id(call.module), None, tuple(kinds)
         if with_entries and asks and key not in self._entries:
             # Not two rows if the call's parts have two; one is too few for statistics.
             other_rows = range(3 if num_rows == 2 else 2)
@@ -470,7 +473,7 @@ def _ask(
     known = kind.remaining(candidates)
     request = request.combined_by(known[0])
     plan = _plan_of_one_replica(call.plan)
-    is_open = is_open_between(request, plan, known) and not _are_equal_numbers(column)
+    is_open = is_open_between(request, plan, known) and not _all_agree(known, column)
     if is_open:
         details = "open", kind.steps  # new in each call
     if not kind.count_step(ranges_of_step(request), details):
@@ -484,7 +487,7 @@ def _ask(
         _WAYS_OUT_OF_CALLS,
         list(candidates),
         tells_moved_state=False,
-        parts_are_equal=_are_equal_numbers(column),
+        parts_are_equal=_all_agree(known, column),
     )
     # A call without a graph is looked at, too, and its gradient is compared.
     with torch.inference_mode(False), torch.enable_grad(), _own_saved_tensors():
@@ -505,12 +508,21 @@ def _state_kept(attempt: Attempt) -> Iterator[None]:
         yield
 
 
-def _are_equal_numbers(column: Sequence[Tensor]) -> bool:
-    """Whether numbers without a gradient are equal, so that all means are the same."""
+def _all_agree(known: Sequence[LossCandidate], column: Sequence[Tensor]) -> bool:
+    """Whether all candidates give the same for these numbers, which have no gradient.
+
+    All means of equal numbers do, and the sum, too, if they are zeros or NaN.
+    """
     if not column or any(number.requires_grad for number in column):
         return False
     # As texts, because NaN is equal to NaN here.
-    return len({repr(to_numbers(number)) for number in column}) == 1
+    numbers = {repr(to_numbers(number)): to_numbers(number) for number in column}
+    if len(numbers) > 1:
+        return False
+    (number,) = numbers.values()
+    if any(candidate.reduction == "sum" for candidate in known):
+        return not number or number != number
+    return True
 
 
 def _kind_of_call(

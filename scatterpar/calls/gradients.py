@@ -420,14 +420,15 @@ class CallGradients:
 
     def _end_dead_passes(self) -> None:
         """As ``end_failed_passes``, also in another backward pass: a retry, say."""
-        for task, of_pass in list(self._passes.items()):
-            if of_pass.is_alive():
-                continue
-            del self._passes[task]
-            for waiting, taken in zip(self._waiting, of_pass.taken, strict=True):
-                for key, gradient in taken.items():
-                    _plus_in(waiting, key, gradient)
-            self._release(())
+        with self._begins:
+            for task, of_pass in list(self._passes.items()):
+                if of_pass.is_alive():
+                    continue
+                del self._passes[task]
+                for waiting, taken in zip(self._waiting, of_pass.taken, strict=True):
+                    for key, gradient in taken.items():
+                        _plus_in(waiting, key, gradient)
+                self._release(())
 
     def _has_hooks(self, tensor: Tensor) -> bool:
         """Whether the user's tensor has hooks, beside ``_note``."""
@@ -509,7 +510,7 @@ class CallGradients:
                 "an optimizer steps while gradients wait at the replicas, because the "
                 "last backward pass was inside of no_sync(): the engine adds these "
                 "gradients now, but clipping, a GradScaler's unscaling, and other code "
-                "that has read or written .grad before, has not seen them; make the "
+                "that has read or written .grad before, have not seen them; make the "
                 "last backward pass before a step outside of no_sync()"
             )
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from calls.programs import Own, mlp
 from scatterpar import Replicated, Rows, ScatterOnceParallel
+from scatterpar.calls import call_looks
 
 ROWS, LABELS = randn(12, 6), randint(3, 12)
 
@@ -90,6 +91,15 @@ def test_tensor_after_other_values_is_compared():
         pytest.warns(UserWarning, match="other outputs for a few rows"),
     ):
         engine(ROWS)
+
+
+def test_text_that_counts_calls_has_few_looks():
+    """Each new text was one more pass of two rows, and one more entry."""
+    with engine_of(lambda self, rows: self.net(rows), verify=True) as engine:
+        for number in range(call_looks._MOST_ENTRIES + 9):
+            engine.module.name = str(number)
+            engine(ROWS)
+        assert len(engine._calls._looks._entries) == call_looks._MOST_ENTRIES + 1
 
 
 def test_loss_that_is_no_mean_is_refused_in_words():

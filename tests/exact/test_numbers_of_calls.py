@@ -215,6 +215,24 @@ def test_rows_that_leave_several_rules_are_told(layout):
     assert count == 1
 
 
+def _num_above(self, rows):
+    return self.net(rows), (rows[:, 0] > 5).sum()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_equal_numbers_of_parts_may_be_a_sum(mode):
+    """Zeros left all rules; then equal counts of two parts were taken for a mean."""
+    net = build(lambda: Own(_num_above, net=mlp()))
+    rows = randn(8, 6)
+    with ScatterOnceParallel(net, device_ids=["cpu"] * 2) as engine, mode(net):
+        with warnings.catch_warnings(action="ignore"):  # of zeros
+            for _ in range(2):
+                engine(rows)
+        rows[[0, 4], 0] = 9
+        for _ in range(5):
+            assert engine(rows)[1] == 2
+
+
 def _num_large(self, rows):
     return self.net(rows), (rows[:, 0, 0] == 9).sum()
 

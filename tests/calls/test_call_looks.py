@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from calls.programs import Own, mlp
 from scatterpar import Replicated, Rows, ScatterOnceParallel
 from scatterpar.calls import call_looks
+from scatterpar.verify import look
 
 ROWS, LABELS = randn(12, 6), randint(3, 12)
 
@@ -317,6 +318,18 @@ def test_first_call_of_few_sentences_is_exact(seed, loss):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for error in losses_and_errors(net, [of_lengths(lengths, seed)]):
+            assert error < 1e-10
+
+
+@pytest.mark.parametrize("loss", [by_labels, by_shifted_labels])
+def test_rule_is_not_assumed_after_one_look(loss, monkeypatch):
+    """As of a batch that is too large to be compared as a whole."""
+    monkeypatch.setattr(look, "_MAX_ROWS_OF_BATCH", 0)
+    lengths = (3 + randint(11, 4, seed=16)).tolist()
+    net = build(lambda: Sentences(loss))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for error in losses_and_errors(net, [of_lengths(lengths, 16)]):
             assert error < 1e-10
 
 

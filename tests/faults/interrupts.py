@@ -59,6 +59,9 @@ class At:
     def _trace(self, frame: Any, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(self.watched):
             return None
+        # Whatever a finalizer raises, Python drops.
+        if event == "call" and _is_under(frame, "__del__"):
+            return None
         frame.f_trace_opcodes = True
         if event == "opcode":
             self.seen += 1

@@ -1063,8 +1063,8 @@ SABOTAGES = [
         promise="exact",
         file="calls/call_looks.py",
         place="_all_agree",
-        text="if len(numbers) > 1: return False",
-        replacement="if len(numbers) > 1: return True",
+        text="if any(repr(other) != repr(number) for other in numbers): return False",
+        replacement="if any(repr(other) != repr(number) for other in numbers): return True",
         seen_by="test_rows_that_leave_several_rules_are_told",
     ),
     Sabotage(

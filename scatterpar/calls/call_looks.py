@@ -515,11 +515,11 @@ def _all_agree(known: Sequence[LossCandidate], column: Sequence[Tensor]) -> bool
     """
     if not column or any(number.requires_grad for number in column):
         return False
+    numbers = list(map(to_numbers, column))
+    number = numbers[0]
     # As texts, because NaN is equal to NaN here.
-    numbers = {repr(to_numbers(number)): to_numbers(number) for number in column}
-    if len(numbers) > 1:
+    if any(repr(other) != repr(number) for other in numbers):
         return False
-    (number,) = numbers.values()
     if any(candidate.reduction == "sum" for candidate in known):
         return not number or number != number
     return True

@@ -148,12 +148,16 @@ class _UnreadFields:
         with _not_to_join(self, name):
             super().__delattr__(name)
 
+    # Two whole outputs of one object would be compared entry by entry, and a
+    # dataclass compares tensors then (since Python 3.13): an object equals itself.
     def __eq__(self, other: object) -> bool:
-        return bool(_whole_output(self) == other)
+        whole = _whole_output(self)
+        return bool(whole == (whole if other is self else other))
 
     # A dict has one of its own.
     def __ne__(self, other: object) -> bool:
-        return bool(_whole_output(self) != other)
+        whole = _whole_output(self)
+        return bool(whole != (whole if other is self else other))
 
     __hash__ = None  # type: ignore[assignment]
 

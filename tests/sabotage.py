@@ -1005,6 +1005,15 @@ SABOTAGES = [
         seen_by="test_write_without_version_is_sent",
     ),
     Sabotage(
+        name="what a replica has written through .data stays in it",
+        promise="never stale",
+        file="replicas/replicas.py",
+        place="Replica.reset_written",
+        text="stale |= self._differing()",
+        replacement="pass",
+        seen_by="test_unseen_write_of_one_replica_is_undone",
+    ),
+    Sabotage(
         name="a failed call leaves the buffers that it has written",
         promise="all or nothing",
         file="calls/replicas_of_call.py",
@@ -1400,8 +1409,8 @@ SABOTAGES = [
         promise="once",
         file="replicas/broadcast.py",
         place="Broadcast.send_changed",
-        text="in_a_row if number in differing else 0",
-        replacement="in_a_row",
+        text="del self._differences[number]",
+        replacement="pass",
         seen_by="test_buffers_that_stop_changing_are_not_sent",
     ),
     Sabotage(

@@ -103,28 +103,32 @@ class ReplicasOfCall:
             is_read_again |= not are_in_place
             # Such as a teacher, whose weights follow another module's.
             is_read_again |= not is_recorded or not replica_set.slots.trained
-            reads_values = seen != seen_before or is_read_again
-            # Before values are read: a write meanwhile is seen by the next call.
-            present = versions(replica_set.tensors)
+            is_other = seen != seen_before
+            reads_values = is_other or is_read_again
             changed: Set[int] = frozenset()
             broadcast = replica_set.broadcast
             if reads_values:
-                broadcast.send_changed(transfers, broadcast.compare())
+                comparison = broadcast.compare()
+                present = comparison.versions
+                broadcast.send_changed(transfers, comparison)
                 self.gradients.were_added = False
             else:
+                present = versions(replica_set.tensors)
                 if present != self._versions or self._unseen:
                     pairs = enumerate(zip(present, self._versions, strict=True))
                     written = {n for n, (now, before) in pairs if now != before}
                     changed = written | self._unseen
                     broadcast.send_written(present, self._unseen, transfers)
             for number, replica in enumerate(replica_set.replicas):
-                # Calls of the first one are those of the user's module.
+                # Calls of the first one are those of the user's module, but steps call
+                # it, and it uses the memory of the user's parameters.
                 replica.reset_written(
                     changed,
                     uncounted=self._unseen,
                     reads_values=reads_values,
-                    was_called=number > 0,
+                    may_be_rebound=number > 0 or is_other or not are_in_place,
                 )
+            # Of before values were read: the next call sees a write meanwhile.
             self._versions = present
             self._seen = seen
             unseen = set(map(id, written_unseen(replica_set.modules)))

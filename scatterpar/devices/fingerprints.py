@@ -14,7 +14,7 @@ in about one case of 2**60.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import compress
 from operator import attrgetter
 
@@ -26,7 +26,6 @@ from scatterpar.devices.bits import as_bytes
 from scatterpar.devices.copies import to_device, to_numbers
 from scatterpar.devices.streams import has_streams
 from scatterpar.devices.virtual_devices import HOST
-from scatterpar.torch_private.tensors import flatten_dense
 
 WORDS_AT_A_TIME = 2**21  # at a time; intermediate results need some 40 bytes per word
 # For these torch uses one thread, and they stay in its cache.
@@ -36,7 +35,7 @@ _FIRST_MULTIPLIER = -0x61C8864680B583EB
 _SECOND_MULTIPLIER = 0x2545F4914F6CDD1D
 
 
-_KIND = attrgetter("dtype", "nbytes")
+_KIND = attrgetter("dtype", "shape")
 
 
 class Fingerprints:
@@ -46,15 +45,26 @@ class Fingerprints:
         owners: for each value, the key of the tensor that it belongs to.
         values: the fingerprints. They stay on the device if it has streams; else the
             work of several threads has no order there.
+        groups: the keys of the tensors that are read together.
     """
 
-    def __init__(self, tensors: Mapping[int, Tensor], device: torch.device) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[int, Tensor],
+        device: torch.device,
+        like: Fingerprints | None = None,
+    ) -> None:
+        """``like`` are earlier fingerprints of tensors with the same keys, dtypes and
+        shapes: they are read in the same groups.
+        """
         max_words = _WORDS_IN_THE_HOST if device.type == "cpu" else WORDS_AT_A_TIME
+        self.groups: list[list[int]]
+        self.groups = read_together(tensors, max_words) if like is None else like.groups
         self.owners: list[int] = []
         sums = [memory.empty(0, torch.int64, device)]  # ``cat`` needs at least one
         factors = _factors(0, device)
-        for keys, parts in _read_together(tensors, max_words):
-            rows = _words_of(parts)
+        for keys in self.groups:
+            rows = words_of(list(map(tensors.__getitem__, keys)))
             if rows.size(1) > len(factors) < max_words:
                 factors = _factors(min(rows.size(1), max_words), device)
             for piece in rows.split(max_words, 1):
@@ -85,37 +95,32 @@ class Fingerprints:
         return set(compress(self.owners, (now != before for now, before in pairs)))
 
 
-def _read_together(
-    tensors: Mapping[int, Tensor], max_words: int
-) -> list[tuple[list[int], list[Tensor]]]:
-    """Tensors that are read together, of one dtype and size, with their keys.
+def read_together(
+    tensors: Mapping[int, Tensor], max_words: int = _WORDS_IN_THE_HOST
+) -> list[list[int]]:
+    """The keys of dense tensors that are read together: they have one dtype and shape.
 
     Several of them have at most ``max_words``. Empty tensors are left out.
     """
     # Of thousands of small tensors the host does little for each.
-    by_kind: dict[tuple[torch.dtype, int], tuple[list[int], list[Tensor]]] = {}
-    kinds = map(_KIND, tensors.values())
-    for (key, tensor), kind in zip(tensors.items(), kinds, strict=True):
-        if kind not in by_kind:
-            by_kind[kind] = [], []
-        keys, parts = by_kind[kind]
-        keys.append(key)
-        parts.append(tensor)
-    together: list[tuple[list[int], list[Tensor]]] = []
-    for (_, num_bytes), (keys, parts) in by_kind.items():
+    by_kind: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
+    for key, kind in zip(tensors, map(_KIND, tensors.values()), strict=True):
+        by_kind.setdefault(kind, []).append(key)
+    groups: list[list[int]] = []
+    for keys in by_kind.values():
+        num_bytes = tensors[keys[0]].nbytes
         if num_bytes:
             # Words of 32 bits, or bytes if these are no multiple of four.
             num_words = num_bytes if num_bytes % 4 else num_bytes // 4
             count = max(1, max_words // num_words)
             for start in range(0, len(keys), count):
-                end = start + count
-                together.append((keys[start:end], parts[start:end]))
-    return together
+                groups.append(keys[start : start + count])
+    return groups
 
 
-def _words_of(tensors: Sequence[Tensor]) -> Tensor:
-    """The words of tensors of one dtype and size: a row for each."""
-    words = as_bytes(tensors[0] if len(tensors) == 1 else flatten_dense(tensors))
+def words_of(tensors: list[Tensor]) -> Tensor:
+    """The words of dense tensors of one dtype and shape: a row for each."""
+    words = as_bytes(tensors[0] if len(tensors) == 1 else torch.stack(tensors))
     if tensors[0].nbytes % 4 == 0:
         if words.storage_offset() % 4:
             words = words.clone()  # aligned, as a view of words has to be

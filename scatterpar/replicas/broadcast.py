@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from itertools import compress
-from operator import attrgetter, ne
+from operator import attrgetter, eq, not_
 from typing import Any, NamedTuple
 
 import torch
@@ -126,7 +126,8 @@ class Broadcast:
             for number, tensor in enumerate(self._tensors)
             if is_large(tensor)
         }
-        self._small_parameters = set(self.parameters).difference(self._large)
+        self._numbers = frozenset(range(len(self._tensors)))
+        self._small_buffers = self._numbers.difference(self.parameters, self._large)
         # Those that owners update. A write that a sample does not show would be lost:
         # an owner's next values come from its copy.
         self._owned: set[int] = set()
@@ -218,35 +219,33 @@ class Broadcast:
         self._comparisons += 1
         reads_all = is_look_step(self._comparisons)
         asks_all = not self._comparisons % _COMPARISONS_PER_READING
-        # Most small tensors: an optimizer has written all parameters, and statistics
-        # differ in each step. They are passed over without a statement for each.
-        need_no_reading = set(self._small_parameters)
-        if not asks_all:
-            for number, in_a_row in self._differences.items():
-                if in_a_row >= _DIFFERENCES_IN_A_ROW and number not in self._large:
-                    need_no_reading.add(number)
+        # Without a line of Python per tensor: there may be thousands of small ones.
         sent = self._sent
-        are_written = map(ne, sent.values(), map(present.__getitem__, sent))
-        written = set(compress(sent, are_written))
-        compared: _Compared = {}
-        for number in sorted(sent.keys() - (written & need_no_reading)):
-            # A small one is cheap to read, so its version need not be believed.
-            reading = Reading.ALL
-            if number in self._large:
-                is_as_sent = number not in written
-                reads_tensor = reads_all or number in self._owned
-                reading = self._large[number].reading(is_as_sent, reads_tensor)
+        present_of_sent = map(present.__getitem__, sent)
+        are_as_sent = list(map(eq, sent.values(), present_of_sent))
+        # A small one is cheap to read, so its version need not be believed.
+        compared: _Compared = dict.fromkeys(compress(sent, are_as_sent), Reading.ALL)
+        written = compress(sent, map(not_, are_as_sent))
+        # Without small parameters, because an optimizer has written all of them.
+        for number in self._small_buffers.intersection(written):
+            in_a_row = self._differences.get(number, 0)
+            if asks_all or in_a_row < _DIFFERENCES_IN_A_ROW:
+                compared[number] = Reading.ALL
+        for number in self._large.keys() & sent.keys():
+            freshness = self._large[number]
+            reads_tensor = reads_all or number in self._owned
+            reading = freshness.reading(number in compared, reads_tensor)
             if reading is not Reading.NOTHING:
                 compared[number] = reading
         if not compared:  # an optimizer has updated all, and there are no buffers
             nothing = empty(0, torch.bool, HOST)
             return CopyComparison(present, compared, None, nothing)
-        master = self._fingerprints(self.memories[0], compared)
         # Those of the copies are known from the last step, unless other tensors are
         # doubtful.
         copies = None
         if self._last is not None and self._last.compared == compared:
             copies = self._last.fingerprints
+        master = self._fingerprints(self.memories[0], compared, copies)
         if copies is None:
             copies = self._fingerprints(self.memories[1], compared)
         differences = master.differences(copies)
@@ -265,15 +264,17 @@ class Broadcast:
             owners = comparison.fingerprints.owners
             differing = set(compress(owners, to_numbers(comparison.differences)))
             unchanged = comparison.compared.keys() - differing
-            for number in comparison.compared.keys() - set(self.parameters):
+            for number in self._differences.keys() & unchanged:
+                del self._differences[number]
+            for number in differing.difference(self.parameters):
                 in_a_row = self._differences.get(number, 0) + 1
-                self._differences[number] = in_a_row if number in differing else 0
+                self._differences[number] = in_a_row
             for number in differing.intersection(self._large):
                 if self._sent[number] == present[number]:
                     self._large[number].is_silent = True
         # Whatever was not found unchanged is sent: also what was not compared, because
         # its version says that it was written.
-        changed = set(range(len(self._tensors))) - unchanged
+        changed = self._numbers - unchanged
         self.invalidate()  # until all are sent
         self._send_from(self.memories[0], changed, transfers)
         # Last: if a copy failed, all are sent again.
@@ -302,13 +303,18 @@ class Broadcast:
         self._send_from(self.memories[0], changed, transfers)
         self._sent = sent | {number: present[number] for number in changed}
 
-    def _fingerprints(self, device: torch.device, compared: _Compared) -> Fingerprints:
+    def _fingerprints(
+        self,
+        device: torch.device,
+        compared: _Compared,
+        like: Fingerprints | None = None,
+    ) -> Fingerprints:
         tensors = self.at(device)
-        words: dict[int, Tensor] = {}
-        for number, reading in compared.items():
-            is_sampled = reading is Reading.SAMPLE
-            words[number] = sample(tensors[number]) if is_sampled else tensors[number]
-        return Fingerprints(words, device)
+        words = dict(zip(compared, map(tensors.__getitem__, compared), strict=True))
+        for number in self._large.keys() & compared.keys():
+            if compared[number] is Reading.SAMPLE:
+                words[number] = sample(tensors[number])
+        return Fingerprints(words, device, like)
 
     def own(self, numbers: Set[int], transfers: Transfers) -> None:
         """From now on owners update the tensors with these ``numbers``.
@@ -343,6 +349,8 @@ class Broadcast:
         """Send the owner's tensors with these numbers, each message to all before the
         next.
         """
+        if not numbers:
+            return
         start = self.memories.index(owner)
         devices = [*self.memories[start:], *self.memories[:start]]
         if len(devices) > 2:

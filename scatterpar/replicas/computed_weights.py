@@ -53,3 +53,8 @@ def computing_hooks(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Any]]
             if isinstance(hook, (prune.BasePruningMethod, WeightNorm)):
                 hooks.append((module, hook))
     return hooks
+
+
+def computed_tensors(hooks: Iterable[tuple[nn.Module, Any]]) -> set[int]:
+    """The ``id`` of each tensor that such hooks have computed."""
+    return {id(getattr(module, name_of_computed(hook))) for module, hook in hooks}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from itertools import starmap
+from itertools import compress, starmap
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from scatterpar.devices.bits import same_bits
 from scatterpar.devices.coalescing import copy_each, messages, to_host
+from scatterpar.devices.copies import to_numbers
+from scatterpar.devices.fingerprints import read_together, words_of
 from scatterpar.devices.streams import is_async
 from scatterpar.devices.transfers import Transfers
 from scatterpar.devices.virtual_devices import physical
@@ -33,7 +35,11 @@ from scatterpar.replicas.batch_statistics import (
 from scatterpar.replicas.broadcast import Broadcast, CopyComparison, addresses
 from scatterpar.replicas.buffers import RUNNING, BufferValue, RegisteredBuffers
 from scatterpar.replicas.compiled import Compiler
-from scatterpar.replicas.computed_weights import computing_hooks, set_computed
+from scatterpar.replicas.computed_weights import (
+    computed_tensors,
+    computing_hooks,
+    set_computed,
+)
 from scatterpar.replicas.large_tensors import LargeCopy, may_stay
 from scatterpar.replicas.module_contents import ModuleContents, root_to_replicate
 from scatterpar.replicas.module_copy import ModuleCopy
@@ -639,6 +645,18 @@ class Replica(ModuleCopy):
         self._own_versions = [-1] * len(self._own)
         # Cut once: ``reset`` puts exchanged storages back, so shapes stay.
         self._messages = messages(dict(enumerate(self._private)))
+        # A subclass may refuse to be read as words, and hooks compute weights in other
+        # dtypes than those of the copies.
+        computed = computed_tensors(replica_set.computed)
+        compared: dict[int, Tensor] = {}
+        for number, source in self._source_of.items():
+            if (
+                type(source) is Tensor
+                and id(replica_set.tensors[number]) not in computed
+            ):
+                compared[number] = source
+        self._read_together = read_together(compared)
+        self._uncompared = self._source_of.keys() - compared.keys()
         super().__init__(replica_set.contents, self.tensors, replica_set.compiler)
         self.modules = [self.copy_of(module) for module in replica_set.modules]
         records_own = replica_set.options.record_statistics
@@ -699,10 +717,10 @@ class Replica(ModuleCopy):
         *,
         uncounted: Set[int],
         reads_values: bool,
-        was_called: bool,
+        may_be_rebound: bool,
     ) -> None:
-        """Undo what a forward pass rebound, if it ``was_called``, and copy the sources
-        of buffers.
+        """Undo what a forward pass rebound, if there ``may_be`` such, and copy the
+        sources of buffers.
 
         Copied are those of ``changed``, by number, and those that the replica has
         written; with ``reads_values`` all, as by ``reset``. A graph that has saved a
@@ -711,35 +729,57 @@ class Replica(ModuleCopy):
         ``uncounted`` are running statistics, whose writes torch does not count, either.
         """
         self.was_called = True  # the caller of this calls it next
-        is_same = not was_called or self.state.unchanged()
-        # Nothing is written where a replica reads, unless something has changed.
-        if changed or reads_values or not is_same:
-            is_same = is_same and self.is_in_place()
-        if not is_same:
-            self._rebind()
-        is_due = bool(changed) or reads_values
-        if not was_called and not is_due:
+        if may_be_rebound:
+            is_same = self.state.unchanged()
+            # Nothing is written where a replica reads, unless something has changed.
+            if changed or reads_values:
+                is_same = is_same and self.is_in_place()
+            if not is_same:
+                self._rebind()
+        elif not changed and not reads_values:
             return
         own = self._own_tensors
         present = versions(own)
-        if present == self._own_versions and not is_due:
+        stale: set[int] = set(changed)
+        counted: set[int] = set()
+        if present != self._own_versions:
+            pairs = zip(self._own, present, self._own_versions, strict=True)
+            own_writes = {number for number, now, at_reset in pairs if now != at_reset}
+            stale |= own_writes
+            counted.update(filter(self._may_differ, own_writes - uncounted))
+        large: dict[int, LargeCopy] = {}
+        for number, large_copy in zip(self._large_numbers, self.large, strict=True):
+            if number in stale or (reads_values and large_copy.find_difference()):
+                large[number] = large_copy
+        if reads_values:
+            stale |= self._differing()
+        numbers = sorted(stale & self._source_of.keys())
+        overwritten = {*numbers, *large}
+        if not overwritten:
             return
-        pairs = zip(self._own, present, self._own_versions, strict=True)
-        own_writes = {number for number, now, at_reset in pairs if now != at_reset}
-        written = own_writes.union(changed)
-        counted = set(filter(self._may_differ, own_writes - uncounted))
-        kept = [self.tensors[number] for number in self._own if number not in counted]
+        kept = [self.tensors[number] for number in overwritten - counted]
         with version_counters_kept(kept):
-            if reads_values:
-                copy_each(self._private, self._sources, self._messages)
-            else:
-                numbers = [n for n in self._source_of if n in written]
-                targets = [self.tensors[number] for number in numbers]
-                copy_each(targets, [self._source_of[number] for number in numbers])
-            for number, large in zip(self._large_numbers, self.large, strict=True):
-                if number in written or (reads_values and large.find_difference()):
-                    large.copy_source()
+            targets = [self.tensors[number] for number in numbers]
+            sources = [self._source_of[number] for number in numbers]
+            are_all = len(numbers) == len(self._private)
+            copy_each(targets, sources, self._messages if are_all else None)
+            for large_copy in large.values():
+                large_copy.copy_source()
         self._own_versions = versions(own)
+
+    def _differing(self) -> set[int]:
+        """The numbers of small buffers that may have other bits than their sources."""
+        # On an accelerator the host would wait for the answer.
+        if is_async(self.device):
+            return set(self._source_of)
+        differing = set(self._uncompared)
+        for numbers in self._read_together:
+            own = words_of([self.tensors[number] for number in numbers])
+            sources = words_of([self._source_of[number] for number in numbers])
+            if not torch.equal(own, sources):
+                are_different = to_numbers((own != sources).any(1))
+                differing.update(compress(numbers, are_different))
+        return differing
 
     def _may_differ(self, number: int) -> bool:
         """Whether the host does not know that a buffer has its source's values."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from calls.programs import mlp
 from scatterpar import DataParallelModel, ScatterOnceParallel
+from scatterpar.devices.bits import as_bytes
 from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.replicas import Replica
 
@@ -318,6 +319,97 @@ def test_change_reaches_each_call(layout, change):
         # The second one is as cheap as before the change.
         for _ in range(2):
             assert_close(engine(FOUR).detach(), net(FOUR).detach(), "output")
+
+
+class Corrects(Holds):
+    """The last replica alone has a negative row."""
+
+    def forward(self, rows):
+        if (rows < 0).any():
+            self.listed[3].data.mul_(3)
+            self.named["7"].data[0] = torch.nan
+        return super().forward(rows)
+
+
+def test_unseen_write_of_one_replica_is_undone(layout):
+    """The user's module is the first replica, which has not written: it tells
+    nothing.
+    """
+    net = build(Corrects)
+    rows = FOUR.abs()
+    with_negative = rows.clone()
+    with_negative[-1] *= -1
+    with ScatterOnceParallel(net, device_ids=layout, verify=False) as engine:
+        for _ in range(2):
+            engine(rows)
+        engine(with_negative).sum().backward()
+        for _ in range(2):
+            assert_close(engine(rows).detach(), net(rows).detach(), "output")
+
+
+def bits(tensor):
+    return as_bytes(tensor).tolist()
+
+
+def flip(tensor):
+    """Write one bit of the last element, past torch's counter."""
+    flipped = as_bytes(tensor).clone()
+    flipped[-1] ^= 128
+    tensor.data.copy_(flipped.view(tensor.dtype).view(tensor.shape))
+
+
+# Two of a kind are read together.
+KINDS = {
+    "floats": lambda: randn(2, 3, dtype=torch.float32),
+    "NaN": lambda: torch.full((3,), torch.nan),
+    "zeros": lambda: torch.zeros(3),
+    "without dimensions": lambda: torch.tensor(7.0),
+    "half": lambda: torch.ones(3, dtype=torch.float16),
+    "bytes": lambda: torch.arange(5, dtype=torch.uint8),
+    "numbers": lambda: torch.arange(4),
+    "complex": lambda: torch.full((3,), 1 + 2j),
+    "conjugated": lambda: torch.full((3,), 1 + 2j).conj(),
+    "negated": lambda: torch.full((3,), 1 + 2j).conj().imag,
+    "channels last": lambda: randn(2, 3, 2, 2).to(memory_format=torch.channels_last),
+    "transposed": lambda: randn(3, 2).T,
+    "expanded": lambda: torch.ones(3).expand(2, 3),
+    "empty": lambda: torch.empty(0, 3),
+}
+
+
+found = []  # what each replica has read, in each call
+
+
+class OfManyKinds(nn.Module):
+    """The last replica alone has a negative row, and writes all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.kept = [make() for make in KINDS.values() for _ in range(2)]
+        table = randn(2, 3)
+        self.kept += [table, table[0], table[1]]
+
+    def forward(self, rows):
+        found.append([bits(tensor) for tensor in self.kept])
+        if (rows < 0).any():
+            for tensor in self.kept:
+                if tensor.numel():
+                    flip(tensor)
+        return self.layer(rows)
+
+
+def test_each_kind_has_the_sources_bits_again(layout):
+    net = build(OfManyKinds)
+    expected = [bits(tensor) for tensor in net.kept]
+    rows = FOUR.abs()
+    with_negative = rows.clone()
+    with_negative[-1] *= -1
+    with ScatterOnceParallel(net, device_ids=layout, verify=False) as engine:
+        for batch in (rows, with_negative, rows):
+            found.clear()
+            engine(batch).sum().backward()
+    assert found == [expected] * len(layout)
 
 
 @pytest.mark.parametrize("ends", ["a backward pass", "another mode"])

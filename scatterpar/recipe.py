@@ -161,10 +161,9 @@ class _GradualWarmup(LRScheduler):
         """Load a state, and set the optimizer's rates to those of the state."""
         after_state = state_dict["after"]
         if (after_state is None) != (self.after is None):
-            saved = "without" if after_state is None else "with"
             raise ValueError(
-                f"the state is of a warm-up {saved} `after`, unlike this one; "
-                "make this warm-up as you made the saved one"
+                "the state was saved with `after`, and this warm-up has none, or the "
+                "other way round; make this warm-up as you made the saved one"
             )
         # torch's ``load_state_dict`` takes over every entry as an attribute.
         super().load_state_dict({**state_dict, "after": self.after})

@@ -55,6 +55,8 @@ NOUNS |= {"first_of_these": "mean or sum", "another": "sum or mean"}
 NOUNS |= {"remedies": "count= or reduction= to pass"}
 LETTERS_OF_A_SENTENCE = 40
 MAX_CASES = 5  # texts of a remedy that are shown
+ALL_CASES = re.compile("‹.* / .*›")  # a remedy that is nothing else
+LETTERS_OF_A_LIST = 200  # of cases, from which on each has a line
 NOTHING_TO_DO = "nothing to do"
 
 
@@ -380,6 +382,9 @@ def row(problem: str, remedy: str) -> str:
     fence = "``" if "`" in quoted else "`"
     quoted = f"{fence} {quoted} {fence}" if "`" in quoted else f"`{quoted}`"
     escaped = re.sub(r"([*_<>|`[\]])", r"\\\1", remedy)
+    if ALL_CASES.fullmatch(escaped) and len(escaped) >= LETTERS_OF_A_LIST:
+        cases = escaped[1:-1].split(" / ")
+        escaped = "<br>• ".join(["one of these:", *cases])
     return f"| {quoted} | {escaped} |"
 
 

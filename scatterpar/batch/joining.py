@@ -305,10 +305,11 @@ def _join_remedy(
 ) -> str:
     """The remedy for outputs that cannot be joined, by their entries per row."""
     if kind is Entries.FIXED:
+        size = atoms[0].size(dim)
         return (
-            "it has as many entries for any number of rows, and by chance these "
-            "micro-batches have as many rows: return what it is computed from, one "
-            "entry per row, and compute it from the joined outputs"
+            f"this output has {size} entries for any number of rows, and a micro-batch "
+            f"happens to have {size} rows: return one entry per row instead, and "
+            "compute the output from the joined entries"
         )
     sizes = [tensor.shape[-1:] for tensor in atoms]
     may_be_pairs = kind is Entries.OTHERS or len(set(rows)) > 1
@@ -332,20 +333,20 @@ def _join_remedy(
     k = max(entries) if len(entries) == 1 and max(entries) > 1 else "k"
     in_rows = (
         f"for {k} entries per row return output.reshape(rows, {k}, …), and "
-        f"torch.stack([a, b], 1) instead of torch.cat([a, b]); or pass a function "
-        f"that leaves this output out as return_outputs="
+        f"torch.stack([a, b], 1) instead of torch.cat([a, b]). Or leave this output "
+        "out, by a function that is passed as return_outputs="
     )
     # A fixed number per row is not that of the nodes of graphs.
     if k != "k":
         return in_rows
     lists = (
-        "if rows have different numbers of entries, as graphs have nodes, pass "
+        "If rows have different numbers of entries, as graphs have nodes, pass "
         "Rows(graphs) as inputs, and return list(output.split(sizes)), one tensor per "
         "row, from forward"
     )
     if names_map:
         lists += ", or from a function for engine.map"
-    return f"{in_rows}; or, {lists}"
+    return f"{in_rows}. {lists}"
 
 
 def _have_one_per_row(tensors: Sequence[Tensor], rows: Sequence[int], dim: int) -> bool:

@@ -353,9 +353,9 @@ def _views_of(sizes: Collection[int]) -> str:
     if views > _MAX_VIEWS:
         return ""
     return (
-        f"{many} = {views} * {few}: if these are {views} views of each row, pass a "
-        f"tuple of {views} tensors as arguments of the module, or repeat the targets, "
-        f"targets.repeat({views}); otherwise "
+        f"if one tensor has {views} views of each row ({many} = {views} * {few}), pass "
+        f"a tuple of {views} tensors as arguments of the module, or repeat the "
+        f"targets, targets.repeat({views}); otherwise "
     )
 
 

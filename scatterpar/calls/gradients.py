@@ -648,11 +648,11 @@ class CallGradients:
     def _tell_of_parts(self) -> None:
         if self._told.mark("parts"):
             warn(
-                "hooks on parameters run more than once, with parts of the gradient: a "
-                "reentrant checkpoint inside of the module uses the parameter, or the "
-                "last backward pass, outside of no_sync(), does not use it; write "
-                "checkpoint(…, use_reentrant=False), and use parameters with hooks in "
-                "the last backward pass, too"
+                "hooks on parameters run more than once, each time with a part of the "
+                "gradient; if a reentrant checkpoint uses the parameter, write "
+                "checkpoint(…, use_reentrant=False). If the parameter got gradients "
+                "inside of no_sync(), use it in the last backward pass, outside of "
+                "no_sync(), too"
             )
 
     def _nothing(self) -> ByReplica:

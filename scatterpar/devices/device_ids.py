@@ -83,9 +83,9 @@ def even_part(count: int, number: int, processes: int) -> range:
         raise ValueError(
             f"device_ids: {processes} processes run on this machine, and {count} "
             "accelerators are visible here, so that two processes would have the same "
-            "one; start fewer processes, or pass device_ids=. If each process sees "
-            "other accelerators, pass process_group=: the processes then compare which "
-            "accelerators they have"
+            "one; start fewer processes, or pass device_ids=. If "
+            "CUDA_VISIBLE_DEVICES gives each process accelerators of its own, pass "
+            "process_group=: the processes then check that"
         )
     part = range(count * number // processes, count * (number + 1) // processes)
     if count % processes:

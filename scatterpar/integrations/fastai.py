@@ -54,10 +54,10 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             for kind in type(callback).__mro__:
                 if kind.__name__ in _REFUSED:
                     raise ValueError(
-                        f"ScatterOnce does not go together with {kind.__name__}: this "
-                        "callback replicates the model, too, or resets a state that "
-                        "the model keeps for each row from batch to batch; remove one "
-                        "of the two callbacks"
+                        "ScatterOnce does not go together with "
+                        f"{kind.__name__}, which replicates the model, too, or "
+                        "resets a state that the model keeps from batch to batch; "
+                        "remove one of the two callbacks"
                     )
         if self._divided is None or not self._divided.is_of(learn.model):
             self._close()

@@ -175,6 +175,6 @@ def _refuse_trainer(trainer: Trainer) -> None:
     for name, is_used in conflicts.items():
         if is_used:
             raise ValueError(
-                f"ScatterOnceStrategy does not go together with {name}: this strategy "
-                "trains one whole model in one process; use a strategy of Lightning's"
+                "ScatterOnceStrategy trains one whole model in one process, and does "
+                f"not go together with {name}; use a strategy of Lightning's"
             )

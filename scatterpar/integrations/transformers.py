@@ -242,6 +242,6 @@ def _refuse_arguments(args: Any, model: Any) -> None:
     for name, is_used in conflicts.items():
         if is_used:
             raise ValueError(
-                f"ScatterOnceTrainer does not go together with {name}: this trainer "
-                "trains one whole model in one process; use the stock Trainer"
+                "ScatterOnceTrainer trains one whole model in one process, and does "
+                f"not go together with {name}; use the stock Trainer"
             )

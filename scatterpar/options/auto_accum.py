@@ -230,8 +230,11 @@ class Search(Tries[Result]):
             # With one sub-step less, memory ran out.
             too_large = self._plan_of(accum - 1)
             self._too_many_rows[self._key] = max(too_large.substep_rows)
-            name = name_of_function(self._function)
-            remembered = f"is kept for {name} without gradients, with {self._rows} rows"
+            function = name_of_function(self._function)
+            remembered = (
+                f"is kept for calls of {function} without gradients, with {self._rows} "
+                "rows"
+            )
         warn(
             f'accum="auto": {self._request.rows} rows with accum={earlier} ran out '
             f"of memory; accum={accum} is the smallest that fits, and {remembered}"

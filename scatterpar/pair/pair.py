@@ -562,8 +562,9 @@ def _rows_of(outputs: Sequence[Any], dim: int) -> list[int]:
         raise ValueError(
             f"{len(outputs)} numbers cannot be averaged, because it is unknown how "
             "many rows each number stands for; gather the outputs of "
-            "DataParallelModel before you compute with them, or gather tuples of a "
-            "number and a tensor with the rows of this number"
+            "DataParallelModel before you compute with them, or gather tuples "
+            "(number, tensor) whose tensor has one entry for each row of the number's "
+            "replica"
         )
     return [1] * len(outputs)
 

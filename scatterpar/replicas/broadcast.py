@@ -98,7 +98,7 @@ class Broadcast:
         self.contents = contents
         self._tensors = contents.tensor_list
         for tensor in self._tensors:
-            refuse_uncopied("a module or criterion has", tensor)
+            refuse_uncopied("a value in a module or criterion", tensor)
         self.memories = list(dict.fromkeys(device_ids))
         self.parameters = [
             number

@@ -34,10 +34,10 @@ SCRIPT = (
 )
 
 
-def refuse_uncopied(subject: str, tensor: Tensor) -> None:
+def refuse_uncopied(name: str, tensor: Tensor) -> None:
     """Raise ``TypeError`` if a tensor that a module holds is not one plain array.
 
-    ``subject`` begins the error: whose tensor it is. The memory of replicas is laid out
+    ``name`` begins the error: which tensor it is. The memory of replicas is laid out
     by strides, which the others do not have, or not on the device ``meta``.
     """
     kind = plain = ""
@@ -58,8 +58,8 @@ def refuse_uncopied(subject: str, tensor: Tensor) -> None:
         plain = "its .to_dense()"
     if kind:
         raise TypeError(
-            f"{subject} a {kind} tensor, which replicas do not copy; instead, register "
-            f"as plain buffers {plain}"
+            f"{name} is a {kind} tensor, which replicas do not copy; instead, "
+            f"register as plain buffers {plain}"
         )
 
 
@@ -98,8 +98,8 @@ def check_placement(
     kind = type(root).__name__
     for name, part in root.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
-            place = f"its child {name!r} is" if name else "it is"
-            raise TypeError(f"{kind} cannot be replicated, since {place} {SCRIPT}")
+            child = f"its child {name!r}" if name else "it"
+            raise TypeError(f"{kind} cannot be replicated, since {child} is {SCRIPT}")
     tensors: list[tuple[str, str, Tensor]] = []
     tensors += [("parameter", *pair) for pair in root.named_parameters()]
     tensors += [("buffer", *pair) for pair in root.named_buffers()]
@@ -134,7 +134,7 @@ def _check_tensor(
             f"{place}, but its {role} {name!r} is on {tensor.device}; call "
             f".to({str(expected)!r})"
         )
-    refuse_uncopied(f"{kind} has the {role} {name!r},", tensor)
+    refuse_uncopied(f"the {role} {name!r} of {kind}", tensor)
     # In one memory replicas share bitsandbytes' weights as they are.
     has_copies = len(set(device_ids)) > 1
     is_packed = is_composite(tensor) or (has_copies and is_quantised(tensor))

@@ -362,8 +362,9 @@ class SynchronisedForward:
         seat = self._seat
         if seat.meeting is None:
             raise RuntimeError(
-                f"the {direction} pass of {self._name!r} runs outside of a sub-step, "
-                f"where replicas exchange nothing; {_INSTEAD}"
+                f"the {direction} pass of {self._name!r}, an nn.SyncBatchNorm, runs "
+                "outside of a sub-step, and replicas exchange statistics only inside "
+                f"of one; {_INSTEAD}"
             )
         # The others cannot come to an exchange, as long as they wait for their turn.
         if seat.meeting.is_turn_of(seat.replica, seat.number):

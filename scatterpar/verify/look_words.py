@@ -69,8 +69,8 @@ def several_candidates_fit(
     first_of_these = candidates[0].words
     return in_lines(
         f"the rows of this step do not show whether {loss} is {mean_or_sum}.",
-        f"The engine takes the loss for {first_of_these} until rows show it. "
-        f"{remedies}",
+        f"The engine takes the loss for {first_of_these} until the rows of a step "
+        f"show which it is. {remedies}",
     )
 
 

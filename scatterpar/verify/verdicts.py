@@ -229,13 +229,13 @@ def pairs_of_rows(shape: Sequence[int]) -> Verdict:
 
 def rows_broadcast(name: str, broadcast: RowBroadcast) -> Verdict:
     """The verdict on rows that broadcast in a micro-batch, and not in all rows."""
-    within = " and ".join(str(tuple(shape)) for shape in broadcast.within)
-    beyond = " and ".join(str(tuple(shape)) for shape in broadcast.beyond)
+    shapes = " and ".join(str(tuple(shape)) for shape in broadcast.beyond)
+    part_shapes = " and ".join(str(tuple(shape)) for shape in broadcast.within)
     return _refused(
-        f"{name}: for {broadcast.more_rows} rows the shapes {beyond} do not "
-        f"broadcast, so plain torch raises an error. The shapes of a micro-batch of "
-        f"{broadcast.num_rows} rows, {within}, do broadcast, and combine rows with "
-        f"columns.",
+        f"{name}: for {broadcast.more_rows} rows the shapes {shapes} do not "
+        f"broadcast, so plain torch raises an error. By chance a micro-batch of "
+        f"{broadcast.num_rows} rows has shapes that do, {part_shapes}: rows would be "
+        f"combined with columns.",
         "Pass targets, weights and masks with as many dimensions as the output has, "
         "such as weights[:, None].",
     )
@@ -287,10 +287,10 @@ def _state_between_parts(results: LookResults, _: Finding) -> Verdict:
         f"state of {module} or {loss}",
         f"{module} or {loss} gives another result when it is called again with the "
         "same rows.",
-        "If the module has the state, return the state from forward, and pass it as an "
-        "input. If the criterion has it, change the state once per step, or let the "
-        "criterion see all rows: whole_batch=True (with the pair, call the criterion "
-        "on gather(outputs, device)).",
+        "Something keeps state between the calls. If the module does, return the state "
+        "from forward, and pass it as an input. If the criterion does, change the "
+        "state once per step, or pass whole_batch=True (with the pair, call the "
+        "criterion on gather(outputs, device)).",
         "docs/limits.md, State in modules.",
     )
 
@@ -351,14 +351,22 @@ def other_remedies(results: LookResults, remedy: str) -> list[str]:
 def remedy_of_compared_rows(results: LookResults) -> str:
     """The remedy for a loss that compares rows."""
     if results.request.criterion is None:  # whole_batch=True needs one
-        return f"{NUMBER_REMEDY}, and pass criterion= and whole_batch=True"
+        return (
+            "move the loss from forward into a criterion (return from forward what it "
+            "is computed from, one entry per row), and pass criterion= and "
+            "whole_batch=True"
+        )
     if results.loss_of_output is None:
         return (
             "call engine.loss for each loss, and combine their gradients "
             "(docs/losses.md, Two losses with an adaptive weight)"
         )
     if uses_number(results):  # which whole_batch=True alone would refuse
-        return f"{NUMBER_REMEDY}, and pass whole_batch=True"
+        return (
+            "pass whole_batch=True, and move the number that forward returns into the "
+            "criterion (return from forward what it is computed from, one entry per "
+            "row)"
+        )
     return "pass whole_batch=True"
 
 
@@ -395,7 +403,7 @@ def _other_weights(results: LookResults, weights: Weights) -> Verdict:
         )
     elif request.is_mean and request.count is None:
         remedy = (
-            f"{_SEEMS} a mean over rows, whatever the labels: pass "
+            f"{_SEEMS} a mean over all rows, but the engine counts labels: pass "
             "count=lambda inputs, targets: len(targets)."
         )
     else:

@@ -178,7 +178,7 @@ def test_fixed_entries_are_returned_once_or_refused():
     assert rows.shape == (4, 2)
     assert entries.tolist() == [0, 1]
     pieces[1] = TWO, torch.arange(2) + 1
-    with pytest.raises(ValueError, match="as many entries for any number of rows"):
+    with pytest.raises(ValueError, match="2 entries for any number of rows"):
         join_rows(pieces, 0, [2, 2], [2, 2], known=known)
 
 

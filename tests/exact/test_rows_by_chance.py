@@ -123,7 +123,7 @@ def _first_layers(self, rows):
 WORDS = {
     _view_by_view: r"\.reshape\(rows, 2, …\)",
     _pairs: "a matrix of all pairs of rows has only the pairs within",
-    _histogram: "as many entries for any number of rows",
+    _histogram: r"\d entries for any number of rows",
     _first_layers: "have neither one entry per row",
 }
 

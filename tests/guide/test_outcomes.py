@@ -506,7 +506,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
     **{
         f"a number that forward computes{', whole_batch' * whole}, looked at": (
             case_of(net(with_balance), criterion=balanced, whole_batch=whole),
-            "(your loss of|returns a number).*from forward what the number is",
+            "(your loss of|returns a number).*from forward what (it|the number) is",
         )
         for whole in (False, True)
     },

@@ -442,8 +442,9 @@ def test_one_warning_for_all_batches(devices):
         for rows in (24, 24, 24, 7):
             assert len(torch.no_grad()(engine.forward)(batch(rows)[0])) == rows
     (only,) = caught
-    assert "is kept for Budgets.forward without gradients, with 24 rows" in str(
-        only.message
+    assert (
+        "is kept for calls of Budgets.forward without gradients, with 24 rows"
+        in str(only.message)
     )
 
 

@@ -78,19 +78,19 @@ REFUSED = {
     ),
     "a sparse buffer": (
         holding(nn.Module.register_buffer, sparse),
-        "'table', a spars.*Repl",
+        "'table' of .* is a spars.*Repl",
     ),
     "a quantised buffer": (
         holding(nn.Module.register_buffer, quantised),
-        r"the buffer 'table', a quantised tensor, .* plain buffers its .int_repr\(\)",
+        r"the buffer 'table' of Linear is a quantised tensor, .* plain buffers its .int_repr\(\)",
     ),
     "a nested attribute": (
         holding(setattr, jagged),
-        r"has a nested tensor, .* plain buffers its .values\(\) and .offsets\(\)",
+        r"is a nested tensor, .* plain buffers its .values\(\) and .offsets\(\)",
     ),
     "an attribute of oneDNN": (
         holding(setattr, lambda: torch.ones(3).to_mkldnn()),
-        r"has a oneDNN tensor, .* plain buffers its .to_dense\(\)",
+        r"is a oneDNN tensor, .* plain buffers its .to_dense\(\)",
     ),
     "TorchScript": (
         holding(setattr, lambda: torch.jit.script(nn.Tanh())),

@@ -84,7 +84,7 @@ def test_two_views_in_one_tensor(devices):
     """The error's two remedies are followed."""
     views = torch.cat([ROWS, ROWS + 1])
     with ScatterOnceParallel(linear(), 2, devices(2)) as engine:
-        with pytest.raises(ValueError, match=r"18 = 2 \* 9: if these are 2 views"):
+        with pytest.raises(ValueError, match=r"2 views of each row \(18 = 2 \* 9\)"):
             engine.forward_backward(views, LABELS, contrast, whole_batch=True)
         engine.forward_backward(views, LABELS.repeat(2), LOSS)
     with ScatterOnceParallel(build(OfTwo), 2, devices(2)) as engine:

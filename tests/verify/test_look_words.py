@@ -51,7 +51,8 @@ def inconclusive(**options):
                 "the criterion MSELoss", [A_SUM, BY_ROWS], REMEDIES
             ),
             "not show whether the criterion MSELoss is a sum or a mean over rows.",
-            f"The engine takes the loss for a sum until rows show it. {REMEDIES}",
+            "The engine takes the loss for a sum until the rows of a step show which "
+            f"it is. {REMEDIES}",
         ),
         (
             look_words.another_candidate_fits(asked(remedies=REMEDIES), A_SUM),

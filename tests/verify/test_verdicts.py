@@ -83,7 +83,10 @@ def verdict_of(monkeypatch):
 @pytest.mark.parametrize(
     ("true_weights", "remedy"),
     [
-        ([3 / 4, 1 / 4], "a mean over rows, whatever the labels: pass count=lambda"),
+        (
+            [3 / 4, 1 / 4],
+            "a mean over all rows, but the engine counts labels: pass count=lambda",
+        ),
         ([1, 1], 'a sum: pass reduction="sum"'),
         ([1 / 2, 1 / 2], "a mean over the labels that are not -100"),
         (

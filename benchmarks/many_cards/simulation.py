@@ -354,6 +354,7 @@ ROWS = (
     Case("resnet50", 0, 16, graphs="off"),
     Case("resnet50", 0, 4, graphs="off"),
     Case("gpt", 0, 16, graphs="off"),
+    Case("gpt", 0, 4, graphs="off"),
     Case("resnet50", 0, 4, "call"),
     Case("gpt", 0, 4, "call"),
     Case("gpt", 0, 4, "trainer"),

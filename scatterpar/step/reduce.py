@@ -242,7 +242,7 @@ def _by_number(flat: FlatGradients, trained: Sequence[int]) -> dict[int, Tensor]
     return {trained[position]: gradient for position, gradient in copies.items()}
 
 
-def _one_for_each(buffers: Iterable[BufferValue]) -> list[BufferValue]:
+def _one_value_per_buffer(buffers: Iterable[BufferValue]) -> list[BufferValue]:
     """Leave one value for each buffer.
 
     A criterion that holds the model, or a part of it, has copies of its own. The
@@ -275,7 +275,7 @@ def reduce_buffers(
     for replica_set in attempt.replicas.replica_sets:
         values, changes_of_set = replica_set.buffers_after()
         if buffers and values:
-            buffers = _one_for_each(buffers + values)
+            buffers = _one_value_per_buffer(buffers + values)
         else:
             buffers += values
         changes |= changes_of_set

@@ -102,7 +102,7 @@ class Plan(Printed):
     def by_rows(self, values: Iterable[Sequence[_Value]]) -> list[_Value]:
         """Values of the micro-batches of each share, in the order of the rows.
 
-        Shares of several batches lie between each other.
+        With several batches (``Rows.from_batches``) the shares of replicas alternate.
         """
         pieces: list[tuple[tuple[int, int], _Value]] = []
         for share, values_of_share in zip(self.shares, values, strict=True):

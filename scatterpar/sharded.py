@@ -102,10 +102,10 @@ class ShardedOptimizer(Optimizer):
         params: parameters or parameter groups on the first device; by default all those
             of ``engine.module``. Parameters outside the module, and buffers that are
             trained, are updated on the first device.
-        elementwise: you know that the class treats each parameter by itself: it reads
-            and writes the parameters in ``param_groups``, and keeps what it remembers
-            of one in ``state[parameter]``. torch's classes except ``LBFGS``, and those
-            of bitsandbytes, are known. One device takes any class.
+        elementwise: pass ``True`` if the class updates each parameter separately: it
+            reads and writes the parameters in ``param_groups``, and keeps the state of
+            each in ``state[parameter]``. Not needed for bitsandbytes' classes, for
+            torch's except ``LBFGS``, and on one device.
         defaults: the other arguments of ``optimizer_class``.
 
     Attributes:

@@ -42,8 +42,9 @@ def splitcheck(
             are not -100.
         parts: micro-batches of each rank: 4, or 1 with ``ranks``.
         ranks: processes that form a gloo group. Each calls ``step`` with its own parts.
-        equal: whether all parts have equally many rows. By default ranks have, as a
-            ``DistributedSampler`` gives them, but the parts of a rank have not.
+        equal: whether all parts have equally many rows. By default all ranks have
+            equally many rows, as with a ``DistributedSampler``, but the parts of a
+            rank do not.
         loss: the loss of a whole batch in plain torch, ``loss(model, batch)``. Its
             gradient is then the right one: mistakes show that ``step`` makes with a
             single part, too.

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -54,7 +56,8 @@ from scatterpar.verify.verdicts import in_lines
 from scatterpar.verify.verifier import Verifier
 
 _NUMBERS = 61  # per row; prime, so that no size of an output repeats them
-_MOST_ENTRIES = 64  # kinds of outputs whose entries are known by the module's switches
+_MOST_SELECTIONS = 16  # of a module; a text or a number may count its calls
+_SELECTING = (bool, int, str)  # the classes of arguments that may select an output
 _WAYS_OUT_OF_CALLS = (
     "Return what it is computed from, one entry per row, and compute the loss from the "
     "joined output; or call the module itself."
@@ -98,6 +101,18 @@ class CallOfLook:
         columns = tensors_by_place(self.outputs, sizes, self.dim, self.lists)
         return {positions[id(column[0])]: column for column in columns}
 
+    def selection(self) -> Hashable:
+        """The values that may select an output: the switches of the root, the names of
+        arguments, and the words and integers among them.
+        """
+        values: list[Hashable] = [self.flags, *self.kwargs]
+        for number, atom in enumerate(nested.atoms((self.args, self.kwargs))):
+            if isinstance(atom, enum.Enum):
+                values.append((number, atom.name))
+            elif type(atom) in _SELECTING:
+                values.append((number, atom))
+        return hash(tuple(values))
+
     def parts(self) -> list[range]:
         """The rows of each output."""
         return [range(*span) for span in sorted(_spans(self.plan))]
@@ -122,6 +137,8 @@ class CallLooks:
     def __init__(self) -> None:
         self._verifiers: dict[Hashable, Verifier] = {}
         self._entries: dict[Hashable, Mapping[int, Entries]] = {}
+        # What has selected outputs so far, by the module's ``id``.
+        self._selections: defaultdict[int, set[Hashable]] = defaultdict(set)
 
     def look(
         self, call: CallOfLook, *, asks: bool, compares_rows: bool = True
@@ -175,9 +192,7 @@ class CallLooks:
             if entries_per_row(column[0], num_rows, call.dim)
         }
         kinds = [(p, tensor.dtype, tensor.ndim) for p, tensor in with_entries.items()]
-        key = id(call.module), call.flags, tuple(kinds)
-        if len(self._entries) >= _MOST_ENTRIES:  # such as a text that counts calls
-            key = id(call.module), None, tuple(kinds)
+        key = id(call.module), self._selection_of(call), tuple(kinds)
         if with_entries and asks and key not in self._entries:
             # Not two rows if the call's parts have two; one is too few for statistics.
             other_rows = range(3 if num_rows == 2 else 2)
@@ -212,13 +227,14 @@ class CallLooks:
         paths = nested.paths_of_tensors(arguments)
         candidates = [_candidate(rule, paths) for rule in rules.values()]
         request = _request(call, criterion, None)
-        kind, _ = _kind_of_call(verifier, call, request)
+        selection = self._selection_of(call)
+        kind, _ = _kind_of_call(verifier, call, request, selection)
         if kind.has_no_rule and not has_gradient:
             return BY_ROWS
         if not asks:
             return rules[kind.remaining(candidates)[0].words]
         try:
-            chosen = _ask(verifier, call, request, candidates, column)
+            chosen = _ask(verifier, call, request, candidates, column, selection)
         except ValueError as error:
             if has_gradient:
                 raise
@@ -232,6 +248,19 @@ class CallLooks:
             verifier.warn("no rule", text)
             return BY_ROWS
         return rules[chosen.words]
+
+    def _selection_of(self, call: CallOfLook) -> Hashable:
+        """The values of a call that may select another output than those of others.
+
+        ``None`` for all calls with further values, once there are many.
+        """
+        known = self._selections[id(call.module)]
+        selection = call.selection()
+        if selection not in known:
+            if len(known) >= _MOST_SELECTIONS:
+                return None
+            known.add(selection)
+        return selection
 
     def _verifier(self, key: Hashable) -> Verifier:
         return self._verifiers.setdefault(key, Verifier())
@@ -464,12 +493,14 @@ def _ask(
     request: Request,
     candidates: Sequence[LossCandidate],
     column: Sequence[Tensor] = (),
+    selection: Hashable = None,
 ) -> LossCandidate:
     """Look at a few rows if that is due. Returns the candidate that holds.
 
-    ``column`` are the numbers of the call whose rule is looked for.
+    ``column`` are the numbers of the call whose rule is looked for, and ``selection``
+    are the values that select them.
     """
-    kind, details = _kind_of_call(verifier, call, request)
+    kind, details = _kind_of_call(verifier, call, request, selection)
     known = kind.remaining(candidates)
     request = request.combined_by(known[0])
     plan = _plan_of_one_replica(call.plan)
@@ -526,9 +557,11 @@ def _all_agree(known: Sequence[LossCandidate], column: Sequence[Tensor]) -> bool
 
 
 def _kind_of_call(
-    verifier: Verifier, call: CallOfLook, request: Request
+    verifier: Verifier, call: CallOfLook, request: Request, selection: Hashable
 ) -> tuple[Kind, Hashable]:
-    return verifier.kinds.kind_of(request, is_divided=True, flags=call.flags)
+    return verifier.kinds.kind_of(
+        request, is_divided=True, flags=call.flags, selection=selection
+    )
 
 
 def _own_saved_tensors() -> contextlib.AbstractContextManager[None]:

@@ -276,11 +276,16 @@ class Kinds:
         self._kinds: defaultdict[Hashable, Kind] = defaultdict(Kind)
 
     def kind_of(
-        self, request: Request, is_divided: bool, flags: Hashable
+        self,
+        request: Request,
+        is_divided: bool,
+        flags: Hashable,
+        selection: Hashable = None,
     ) -> tuple[Kind, Hashable]:
         """The kind of a request, and its details, each of which may be new.
 
-        ``flags`` are the switches of the model.
+        ``flags`` are the switches of the model. Requests with another ``selection`` are
+        of another kind.
         """
         names, numbers = names_and_numbers((request.criterion, request.count))
         kinds_of_atoms: list[object] = []
@@ -292,7 +297,7 @@ class Kinds:
             if isinstance(atom, (bool, str)):
                 words.append(atom)
         options = is_divided, request.whole_batch, request.reduction
-        key = options, names, tuple(kinds_of_atoms)
+        key = options, names, tuple(kinds_of_atoms), selection
         details = flags, numbers, tuple(words)
         # Hashes, because the code objects in them would keep functions alive.
         return self._kinds[hash(key)], hash(details)

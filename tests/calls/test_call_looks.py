@@ -1,6 +1,7 @@
 """Looks at calls: rows that meet are told, rules of losses are found."""
 
 import copy
+import enum
 import warnings
 
 import pytest
@@ -97,10 +98,97 @@ def test_tensor_after_other_values_is_compared():
 def test_text_that_counts_calls_has_few_looks():
     """Each new text was one more pass of two rows, and one more entry."""
     with engine_of(lambda self, rows: self.net(rows), verify=True) as engine:
-        for number in range(call_looks._MOST_ENTRIES + 9):
+        for number in range(call_looks._MOST_SELECTIONS + 9):
             engine.module.name = str(number)
             engine(ROWS)
-        assert len(engine._calls._looks._entries) == call_looks._MOST_ENTRIES + 1
+        entries = engine._calls._looks._entries
+        assert len(entries) == call_looks._MOST_SELECTIONS + 1
+
+
+class Reduction(enum.Enum):
+    MEAN = "mean"
+    SUM = "sum"
+
+
+def _selected_loss(self, rows, labels, reduction=None):
+    is_mean = (reduction or self.reduction) in ("mean", 1, Reduction.MEAN)
+    name = "mean" if is_mean else "sum"
+    return F.cross_entropy(self.net(rows), labels, reduction=name)
+
+
+@pytest.mark.parametrize(
+    "reductions",
+    [("mean", "sum"), ("sum", "mean"), (1, 2), tuple(Reduction)],
+    ids=["words", "sum-first", "numbers", "enum"],
+)
+def test_selected_number_has_its_own_rule(reductions):
+    """The rule of the first reduction was the rule of all."""
+    with engine_of(_selected_loss, ["cpu:0", "cpu:1"]) as engine:
+        plain = copy.deepcopy(engine.module)
+        for reduction in [*reductions, *reductions]:
+            _assert_same_loss(engine, plain, reduction)
+
+
+def test_switch_selects_the_rule_of_a_number():
+    with engine_of(_selected_loss) as engine:
+        plain = copy.deepcopy(engine.module)
+        for reduction in ("mean", "sum", "mean", "sum"):
+            engine.module.reduction = plain.reduction = reduction
+            _assert_same_loss(engine, plain)
+
+
+def _assert_same_loss(engine, plain, *selected):
+    losses = []
+    for call in (engine, plain):
+        call.zero_grad()
+        losses.append(call(ROWS[:7], LABELS[:7], *selected))
+        losses[-1].backward()
+    torch.testing.assert_close(*losses)
+    assert_gradients(engine.module, gradients(plain))
+
+
+def _selected_output(self, rows, what):
+    if what in ("labels", "table", 0, 1):
+        is_table = what in ("table", 1)
+        return torch.arange(6) if is_table else self.net(rows).argmax(1)
+    if what == "codes":
+        return self.codes + 0
+    output = self.net(rows)
+    return output * 0 if what == "zeros" else output
+
+
+@pytest.mark.parametrize(
+    "selections",
+    [
+        ("labels", "table"),
+        (0, 1),
+        (1, 0),
+        ("rows", "codes"),
+        ("codes", "rows"),
+        ("codes", "zeros"),
+    ],
+    ids=lambda selections: "-".join(map(str, selections)),
+)
+def test_selected_output_has_rows_or_none(selections):
+    """What was known of the first output was taken for known of all: a table of as many
+    entries as each replica has rows was joined as rows.
+    """
+    with engine_of(_selected_output) as engine:
+        engine.module.codes = nn.Parameter(randn(6, 3))
+        for what in [*selections, *selections]:
+            torch.testing.assert_close(engine(ROWS, what), engine.module(ROWS, what))
+
+
+def _output_by_name(self, rows, labels=False, table=False):
+    return _selected_output(self, rows, "table" if table else "labels")
+
+
+def test_name_selects_rows_or_none():
+    with engine_of(_output_by_name) as engine:
+        for name in ("labels", "table", "labels", "table"):
+            selected = {name: True}
+            found = engine(ROWS, **selected)
+            torch.testing.assert_close(found, engine.module(ROWS, **selected))
 
 
 def test_loss_that_is_no_mean_is_refused_in_words():

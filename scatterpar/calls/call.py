@@ -58,6 +58,7 @@ from scatterpar.calls.unread_outputs import (
 )
 from scatterpar.causes.batch_normalisation import uses_batch_statistics
 from scatterpar.devices.links import check_links
+from scatterpar.devices.streams import refuse_without_events
 from scatterpar.devices.transfers import PHASES
 from scatterpar.errors import Told, add_note, restore_after, warn
 from scatterpar.options.call_arguments import Arguments
@@ -268,6 +269,7 @@ class Calls:
         self, module: nn.Module, arguments: Arguments, options: CallOptions, rows: int
     ) -> Iterator[OutputsOfReplicas]:
         """Call all replicas. If the body fails, the call has failed."""
+        refuse_without_events(self._device_ids)
         args, kwargs = arguments
         plan = make_plan(rows, self._device_ids, shares=options.shares)
         transfers = AutogradTransfers()

@@ -87,6 +87,16 @@ def has_streams(device: torch.device) -> bool:
     return True
 
 
+def refuse_without_events(devices: Sequence[torch.device]) -> None:
+    """Raise ``ValueError`` if autograd could not wait between these devices."""
+    first = devices[0]
+    if len(set(devices)) > 1 and is_async(first) and not has_streams(first):
+        raise ValueError(
+            f"device_ids: {first} has no events, which autograd needs between devices; "
+            "use one device, or forward_backward of the engine, which needs none"
+        )
+
+
 def stream_for(use: Hashable, device: torch.device) -> torch.Stream | None:
     """The stream of ``device`` for one ``use``; ``None`` for a device without streams.
 

@@ -34,7 +34,7 @@ from scatterpar.calls.replicas_of_call import ReplicasOfCall
 from scatterpar.devices.bits import same_bits
 from scatterpar.devices.copies import to_device
 from scatterpar.devices.device_ids import DeviceLike, resolve
-from scatterpar.devices.streams import has_streams, is_async
+from scatterpar.devices.streams import refuse_without_events
 from scatterpar.devices.virtual_devices import physical
 from scatterpar.errors import Told, restore_after, restored
 from scatterpar.objects.references import module_of
@@ -150,14 +150,7 @@ class DataParallelModel(_OfPair[ModuleT]):
         module, self._compile_fn = unwrapped(module)
         check_module(module)
         super().__init__(module, resolve(device_ids), dim)
-        master = self.device_ids[0]
-        is_copied = len(set(self.device_ids)) > 1
-        has_events = has_streams(master) or not is_async(master)
-        if is_copied and not has_events:
-            raise ValueError(
-                f"device_ids: {master} has no events, which autograd needs between "
-                f"devices; use one device, or ScatterOnceParallel, which needs none"
-            )
+        refuse_without_events(self.device_ids)
         check_placement(module, self.device_ids, lazy=True)
 
     @never_compiled

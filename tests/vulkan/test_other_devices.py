@@ -23,12 +23,16 @@ def test_two_devices_without_streams():
     assert not has_streams(torch.device("vulkan", 0))
 
 
-def test_pair_and_graphs_refused():
+def test_calls_and_graphs_refused():
     model = nn.Linear(8, 3).to("vulkan")
     with pytest.raises(
         ValueError, match="vulkan:0 has no events, which autograd needs"
     ):
         DataParallelModel(model, TWO)
+    engine = ScatterOnceParallel(model, device_ids=TWO)
+    # It was torch's "Backend doesn't support events".
+    with engine, pytest.raises(ValueError, match="vulkan:0 has no events"):
+        engine(torch.ones(4, 8))
     with pytest.raises(ValueError, match="captures no graphs"):
         ScatterOnceParallel(model, 1, TWO, graphs=True)
 

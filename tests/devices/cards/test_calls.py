@@ -26,7 +26,6 @@ from scatterpar import (
 
 pytestmark = [
     pytest.mark.nullcuda,
-    pytest.mark.vulkan,
     pytest.mark.cuda,
     # Checkpoints inside of replicas exchange the host's generator at the same time.
     pytest.mark.draws,

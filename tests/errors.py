@@ -384,7 +384,7 @@ def row(problem: str, remedy: str) -> str:
     escaped = re.sub(r"([*_<>|`[\]])", r"\\\1", remedy)
     if ALL_CASES.fullmatch(escaped) and len(escaped) >= LETTERS_OF_A_LIST:
         cases = escaped[1:-1].split(" / ")
-        escaped = "<br>• ".join(["one of these:", *cases])
+        escaped = "<br>• ".join(["your message has one of these:", *cases])
     return f"| {quoted} | {escaped} |"
 
 

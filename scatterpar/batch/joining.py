@@ -307,17 +307,17 @@ def _join_remedy(
     if kind is Entries.FIXED:
         size = atoms[0].size(dim)
         return (
-            f"this output has {size} entries for any number of rows, and a micro-batch "
-            f"happens to have {size} rows: return one entry per row instead, and "
-            "compute the output from the joined entries"
+            f"return one entry per row: this output has {size} entries for any number "
+            f"of rows, and a micro-batch happens to have {size} rows. Compute the "
+            "output from the joined entries"
         )
     sizes = [tensor.shape[-1:] for tensor in atoms]
     may_be_pairs = kind is Entries.OTHERS or len(set(rows)) > 1
     if may_be_pairs and sizes == [(num_rows,) for num_rows in rows]:
         return (
-            "a matrix of all pairs of rows has only the pairs within a micro-batch: "
-            "return the features of each row instead, and compute the matrix from the "
-            "joined outputs (in training in the criterion, with whole_batch=True)"
+            "return the features of each row: a matrix of all pairs of rows has only "
+            "the pairs within a micro-batch. Compute the matrix from the joined "
+            "outputs (in training in the criterion, with whole_batch=True)"
         )
     entries: set[int] = set()
     for tensor, num_rows in zip(atoms, rows, strict=True):
@@ -332,9 +332,9 @@ def _join_remedy(
         )
     k = max(entries) if len(entries) == 1 and max(entries) > 1 else "k"
     in_rows = (
-        f"for {k} entries per row return output.reshape(rows, {k}, …), and "
-        f"torch.stack([a, b], 1) instead of torch.cat([a, b]). Or leave this output "
-        "out, by a function that is passed as return_outputs="
+        f"for {k} entries per row return output.reshape(rows, {k}, …). In the place of "
+        "torch.cat([a, b]) return torch.stack([a, b], 1). To leave this output out, "
+        "pass return_outputs=function"
     )
     # A fixed number per row is not that of the nodes of graphs.
     if k != "k":

@@ -651,8 +651,8 @@ class CallGradients:
                 "hooks on parameters run more than once, each time with a part of the "
                 "gradient; if a reentrant checkpoint uses the parameter, write "
                 "checkpoint(…, use_reentrant=False). If the parameter got gradients "
-                "inside of no_sync(), use it in the last backward pass, outside of "
-                "no_sync(), too"
+                "inside of no_sync(), the backward pass outside of it must use the "
+                "parameter as well"
             )
 
     def _nothing(self) -> ByReplica:

@@ -122,7 +122,7 @@ def _widest_dtype(device: torch.device) -> torch.dtype:
 def on_step(step: StepComparison) -> Iterator[DoctorVerdict]:
     """Conclude whether the gradient is right, and repeat the engine's warnings."""
     if step.is_exact:
-        text = "the gradient on all devices is that on one, up to rounding."
+        text = "the gradient on all devices equals the gradient on one, up to rounding."
         yield DoctorVerdict("fine", text)
     else:
         text = f"{step.words}. If copies are fine, please report this as a bug."

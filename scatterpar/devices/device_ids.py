@@ -85,7 +85,7 @@ def even_part(count: int, number: int, processes: int) -> range:
             "accelerators are visible here, so that two processes would have the same "
             "one; start fewer processes, or pass device_ids=. If "
             "CUDA_VISIBLE_DEVICES gives each process accelerators of its own, pass "
-            "process_group=: the processes then check that"
+            "process_group=: the processes then check that no two share one"
         )
     part = range(count * number // processes, count * (number + 1) // processes)
     if count % processes:

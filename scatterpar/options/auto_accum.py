@@ -225,19 +225,18 @@ class Search(Tries[Result]):
         if accum == earlier:
             return
         self._fit.accum = accum
-        remembered = "is kept"
+        calls = ""
         if not self._request.backward:
             # With one sub-step less, memory ran out.
             too_large = self._plan_of(accum - 1)
             self._too_many_rows[self._key] = max(too_large.substep_rows)
             function = name_of_function(self._function)
-            remembered = (
-                f"is kept for calls of {function} without gradients, with {self._rows} "
-                "rows"
+            calls = (
+                f" for calls of {function} without gradients, with {self._rows} rows"
             )
         warn(
             f'accum="auto": {self._request.rows} rows with accum={earlier} ran out '
-            f"of memory; accum={accum} is the smallest that fits, and {remembered}"
+            f"of memory; accum={accum} is the smallest that fits, and is kept{calls}"
         )
 
 

@@ -365,8 +365,7 @@ class WholeBatch:
             values = "outputs that are lists" if is_list else "targets with a marker"
             raise ValueError(
                 f"whole_batch=True with a process_group cannot join {values} of rows "
-                f"across ranks; use tensors instead, which are equally long on all "
-                "ranks"
+                f"across ranks; use tensors instead, of the same length on all ranks"
             )
         self._pieces, self._rows, self._targets, seed = ranks.outputs_of_all(
             self._pieces,

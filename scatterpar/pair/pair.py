@@ -556,8 +556,7 @@ def _rows_of(outputs: Sequence[Any], dim: int) -> list[int]:
             f"{len(outputs)} numbers cannot be averaged, because it is unknown how "
             "many rows each number stands for; gather the outputs of "
             "DataParallelModel before you compute with them, or gather tuples "
-            "(number, tensor) whose tensor has one entry for each row of the number's "
-            "replica"
+            "(number, output), in which the output has one entry per row"
         )
     return [1] * len(outputs)
 

@@ -369,10 +369,10 @@ class SynchronisedForward:
         # The others cannot come to an exchange, as long as they wait for their turn.
         if seat.meeting.is_turn_of(seat.replica, seat.number):
             raise RuntimeError(
-                f"the criterion computes a gradient through {self._name!r}. There "
-                "replicas wait for each other, but a criterion that is a function is "
-                "called by one replica at a time, so they would wait for ever; write "
-                "the criterion as an nn.Module, of which each replica has a copy"
+                f"the criterion computes a gradient through {self._name!r}. In this "
+                "layer all replicas meet, but a criterion that is a function is called "
+                "by one replica at a time, which would wait for ever; write the "
+                "criterion as an nn.Module, of which each replica has a copy"
             )
         streams = []
         if has_streams(moments.packed.device):

@@ -108,8 +108,9 @@ def not_replicated(
     return ValueError(
         f"a gradient arrives at {name}, of which replicas have no copy; to train this "
         "parameter, bind its network with functools.partial(criterion, net=net), or "
-        "make the criterion an nn.Module that has the network; not to train it, call "
-        "net.requires_grad_(False). For a penalty on the model's weights write "
+        "make the criterion an nn.Module that has the network. If you do not want to "
+        "train it, call net.requires_grad_(False). For a penalty on the model's "
+        "weights write "
         "(engine.loss(…) + penalty(model)).backward(). Nothing was changed"
     )
 

@@ -233,8 +233,8 @@ def rows_broadcast(name: str, broadcast: RowBroadcast) -> Verdict:
     part_shapes = " and ".join(str(tuple(shape)) for shape in broadcast.within)
     return _refused(
         f"{name}: for {broadcast.more_rows} rows the shapes {shapes} do not "
-        f"broadcast, so plain torch raises an error. By chance a micro-batch of "
-        f"{broadcast.num_rows} rows has shapes that do, {part_shapes}: rows would be "
+        f"broadcast, so plain torch raises an error. In a micro-batch of "
+        f"{broadcast.num_rows} rows, {part_shapes} broadcast by chance: rows would be "
         f"combined with columns.",
         "Pass targets, weights and masks with as many dimensions as the output has, "
         "such as weights[:, None].",

@@ -655,7 +655,12 @@ class Replica(ModuleCopy):
                 and id(replica_set.tensors[number]) not in computed
             ):
                 compared[number] = source
-        self._read_together = read_together(compared)
+        # Numbers, the replica's tensors, and their sources.
+        self._read_together: list[tuple[list[int], list[Tensor], list[Tensor]]] = []
+        for numbers in read_together(compared):
+            own = [self.tensors[number] for number in numbers]
+            of_group = [self._source_of[number] for number in numbers]
+            self._read_together.append((numbers, own, of_group))
         self._uncompared = self._source_of.keys() - compared.keys()
         super().__init__(replica_set.contents, self.tensors, replica_set.compiler)
         self.modules = [self.copy_of(module) for module in replica_set.modules]
@@ -773,11 +778,11 @@ class Replica(ModuleCopy):
         if is_async(self.device):
             return set(self._source_of)
         differing = set(self._uncompared)
-        for numbers in self._read_together:
-            own = words_of([self.tensors[number] for number in numbers])
-            sources = words_of([self._source_of[number] for number in numbers])
-            if not torch.equal(own, sources):
-                are_different = to_numbers((own != sources).any(1))
+        for numbers, own, sources in self._read_together:
+            words = words_of(own)
+            words_of_sources = words_of(sources)
+            if not torch.equal(words, words_of_sources):
+                are_different = to_numbers((words != words_of_sources).any(1))
                 differing.update(compress(numbers, are_different))
         return differing
 

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from scatterpar.batch.batch import batch_of
 from scatterpar.batch.joining import KnownTensors
 from scatterpar.batch.markers import count_rows
-from scatterpar.calls.call import CallOptions, Calls
+from scatterpar.calls.call import CallOptions, Calls, is_recorded, require_grad
 from scatterpar.devices.device_ids import DeviceLike, resolve
 from scatterpar.devices.links import check_links
 from scatterpar.devices.transfers import Transfers
@@ -664,12 +664,12 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         """Call the module with the rows divided over the replicas, as
         ``nn.DataParallel`` does.
 
-        If grad mode is on, and a parameter or an input requires grad, the output has a
-        graph: each replica runs its rows in one pass, and ``backward()`` adds the
+        If grad mode is on, each replica runs its rows in one pass. If a parameter or an
+        input requires grad, too, the output has a graph, and ``backward()`` adds the
         gradients of all replicas to the parameters, unless it runs inside of
         ``no_sync()``. In training mode under ``torch.no_grad()`` rows are divided and
         random numbers drawn in the same way, and so are those of a module with hooks.
-        Otherwise, without a graph in evaluation mode, with
+        Otherwise, under ``torch.no_grad()`` in evaluation mode, with
         ``buffers="batch"`` or with a ``process_group``, rows run in micro-batches. With
         ``accum="auto"`` such a call starts again with more sub-steps if it runs out of
         memory.
@@ -704,12 +704,14 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         """
         arguments = read_arguments(inputs, kwargs)
         is_of_ranks = self._ranks is not None or self.buffer_policy == "batch"
-        if self._calls.has_graph(arguments):
-            if is_of_ranks:
-                raise ValueError(_BELONGS_TO_STEPS)
-            return self.call_part(self.module, *arguments)
         if not is_of_ranks and self._calls.is_one_pass():
             return self.call_part(self.module, *arguments)
+        if is_of_ranks and is_recorded():
+            # Replicas have all that is trained, such as a buffer or a tensor in a list.
+            with self.replicas_for_update() as copies:
+                is_trained = bool(copies.slots.trained)
+            if is_trained or require_grad(arguments):
+                raise ValueError(_BELONGS_TO_STEPS)
         return self._map(self.module, inputs, kwargs)
 
     def call_part(

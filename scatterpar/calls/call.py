@@ -118,6 +118,21 @@ class OutputsOfReplicas:
     tensors: OutputTensors
 
 
+def is_recorded() -> bool:
+    """Whether autograd records what is computed at present."""
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def require_grad(arguments: Arguments) -> bool:
+    """Whether a tensor in the arguments of a call requires grad."""
+    for atom in nested.atoms(arguments):
+        tensors = atom.atoms() if isinstance(atom, Marker) else [atom]
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                return True
+    return False
+
+
 class IndivisibleCall(ValueError):
     """The outputs of replicas cannot be joined, or rows depend on each other."""
 
@@ -153,24 +168,14 @@ class Calls:
         # Parts of the root whose rows or outputs cannot be divided, and why.
         self._indivisible: dict[nn.Module, str] = {}
 
-    def has_graph(self, arguments: Any) -> bool:
-        """Whether torch would give the output of a call a graph."""
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            return False
-        if any(parameter.requires_grad for parameter in self._root.parameters()):
-            return True
-        for atom in nested.atoms(arguments):
-            tensors = atom.atoms() if isinstance(atom, Marker) else [atom]
-            for tensor in tensors:
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    return True
-        return False
-
     def is_one_pass(self) -> bool:
-        """Whether a replica computes its rows in one pass without a graph, too.
+        """Whether a replica computes its rows in one pass.
 
+        If autograd records, since ``forward`` may refer to anything that requires grad.
         In training mode, and if the user has hooks, which keep tensors of all rows.
         """
+        if is_recorded():
+            return True
         modules = modules_in(self._root)
         return any(module.training for module in modules) or bool(user_hooks(modules))
 

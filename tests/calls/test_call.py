@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from calls.loss_programs import LOSSES
 from calls.module_programs import CLAMPED, MODULES, OUTPUTS
-from calls.programs import PROGRAMS, SELECTING, Program, cross_entropy, mlp
+from calls.programs import PROGRAMS, SELECTING, Own, Program, cross_entropy, mlp
 from calls.training_loops import LOOPS
 from scatterpar import DataParallelModel, ScatterOnceParallel, gather
 
@@ -140,6 +140,100 @@ def test_training_loop_equals_plain_torch(loop, layout):
         expected = loop(lambda net: net)
     for net, plain in zip(found, expected, strict=True):
         assert_parameters(net, plain)
+
+
+# ---- a frozen module in evaluation mode, of which something else is trained ----
+
+
+class Extra:
+    """A value of the user's, with a tensor that is trained."""
+
+    def __init__(self):
+        self.scale = torch.full((3,), 0.7, dtype=torch.float64, requires_grad=True)
+
+
+SHARED = Extra()
+
+
+def frozen(forward, **attributes):
+    def make():
+        module = Own(forward, net=mlp().requires_grad_(False))
+        vars(module).update(copy.deepcopy(attributes))
+        return module.eval()
+
+    return make
+
+
+def _with_trained_buffer():
+    module = frozen(lambda self, rows, _: self.net(rows) * self.scale)()
+    module.register_buffer("scale", Extra().scale)
+    return module
+
+
+TRAINED = {
+    "a buffer": (_with_trained_buffer, lambda net, _: net.scale),
+    "an attribute": (
+        frozen(lambda self, rows, _: self.net(rows) * self.scale, scale=Extra().scale),
+        lambda net, _: net.scale,
+    ),
+    "a tensor in a list": (
+        frozen(
+            lambda self, rows, _: self.net(rows) * self.scales[1],
+            scales=[1, Extra().scale],
+        ),
+        lambda net, _: net.scales[1],
+    ),
+    "a module in a dict": (
+        frozen(
+            lambda self, rows, _: self.heads["a"](self.net(rows)),
+            heads={"a": nn.Linear(3, 2, dtype=torch.float64)},
+        ),
+        lambda net, _: net.heads["a"].weight,
+    ),
+    "an object in the arguments": (
+        frozen(lambda self, rows, extra: self.net(rows) * extra.scale),
+        lambda _, extra: extra.scale,
+    ),
+    "a global variable": (
+        frozen(lambda self, rows, _: self.net(rows) * SHARED.scale),
+        lambda *_: SHARED.scale,
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[3]], ids="+".join)
+@pytest.mark.parametrize("name", TRAINED)
+def test_frozen_module_in_evaluation_trains_what_it_refers_to(name, layout):
+    make, trained_of = TRAINED[name]
+
+    def gradient(wrap):
+        net, extra = build(make), Extra()
+        trained = trained_of(net, extra)
+        trained.grad = None
+        output = wrap(net)(ROWS[:7], extra)
+        # Without the module's part there is a gradient, too.
+        (output.square().sum() + trained.square().sum()).backward()
+        return trained.grad
+
+    with contextlib.ExitStack() as engines:
+
+        def wrap(net):
+            return engines.enter_context(ScatterOnceParallel(net, device_ids=layout))
+
+        torch.testing.assert_close(
+            gradient(wrap), gradient(lambda net: net), rtol=1e-10, atol=0
+        )
+
+
+def test_trained_buffer_is_refused_with_pooled_statistics():
+    net, extra = build(_with_trained_buffer), Extra()
+    with ScatterOnceParallel(net, device_ids=["cpu"] * 2, buffers="batch") as engine:
+        with pytest.raises(ValueError, match=r"do not work with engine\(x\)"):
+            engine(ROWS, extra)
+        with torch.no_grad():
+            assert torch.isfinite(engine(ROWS, extra)).all()
+        net.scale.requires_grad_(False)
+        assert not engine(ROWS, extra).requires_grad
 
 
 # ---- what is not as on one device ----

@@ -128,7 +128,7 @@ def test_errors_arrive_as_they_are(devices):
         return inputs
 
     with ScatterOnceParallel(Of(fails).eval(), 2, devices(3)) as engine:
-        with pytest.raises(KeyError, match="mine") as caught:
+        with pytest.raises(KeyError, match="mine") as caught, torch.no_grad():
             engine(INPUTS)
         assert caught.value.__notes__ == [
             note_of(2, devices(3)[2], 1, sub_steps=2, rows=(10,))

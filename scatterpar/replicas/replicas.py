@@ -690,13 +690,20 @@ class Replica(ModuleCopy):
         self.was_called = False
         if not has_buffers_in_place:
             self.restore()
-        if self._own:
+        own = self._own_tensors
+        if own:
+            # A graph of an earlier call stays valid if it has saved what nobody has
+            # written: writes to the sources are seen by the graph of the first replica.
+            present = versions(own)
+            pairs = zip(own, present, self._own_versions, strict=True)
+            unwritten = [tensor for tensor, now, before in pairs if now == before]
             # After the storages are back: values go to where the replica reads them.
-            copy_each(self._private, self._sources, self._messages)
-            for large in self.large:
-                if large.find_difference():
-                    large.copy_source()
-            self._own_versions = versions(self._own_tensors)
+            with version_counters_kept(unwritten):
+                copy_each(self._private, self._sources, self._messages)
+                for large in self.large:
+                    if large.find_difference():
+                        large.copy_source()
+            self._own_versions = versions(own)
         self.clear_records()
 
     def restore(self) -> None:

@@ -619,10 +619,38 @@ def writing_again(engine, net):
     engine(ROWS + 1)
 
 
+def without_graph(engine, net):
+    net.writes = False
+    net.eval()
+    with torch.no_grad():
+        engine(ROWS[:5])
+
+
+def in_inference_mode(engine, net):
+    net.writes = False
+    net.eval()
+    with torch.inference_mode():
+        engine(ROWS[:5])
+
+
+def by_map(engine, net):
+    net.writes = False
+    net.eval()
+    engine.map(lambda replica, rows: replica(rows), ROWS[:5])
+
+
+def after_the_users_write_without_graph(engine, net):
+    net.scale.fill_(3)
+    without_graph(engine, net)
+
+
+WITHOUT_GRAPH = [without_graph, in_inference_mode, by_map]
 CALLS = [without_writing, in_eval_mode, after_the_users_write, writing_again]
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "call", [*CALLS, *WITHOUT_GRAPH, after_the_users_write_without_graph]
+)
 def test_graph_of_overwritten_buffer_is_refused(two, call):
     """As torch refuses it on one device, if the module has written the buffer there."""
     net = build(Scales)
@@ -633,7 +661,7 @@ def test_graph_of_overwritten_buffer_is_refused(two, call):
             output.sum().backward()
 
 
-@pytest.mark.parametrize("call", [without_writing, in_eval_mode])
+@pytest.mark.parametrize("call", [without_writing, in_eval_mode, *WITHOUT_GRAPH])
 def test_graph_of_unchanged_buffer_stays_valid(two, call):
     net = build(Scales)
     net.writes = False
@@ -644,6 +672,22 @@ def test_graph_of_unchanged_buffer_stays_valid(two, call):
         call(engine, net)
         output.sum().backward()
         assert_close(net.weight.grad, expected, "gradient")
+
+
+@pytest.mark.parametrize("call", WITHOUT_GRAPH)
+def test_graph_of_running_statistics_stays_valid(two, call):
+    """An evaluation between the call and its backward pass writes none of them."""
+    gradients = []
+    for is_called in (False, True):
+        net = build(lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))).eval()
+        net.writes = False  # as the call sets it, or replicas would be made again
+        with ScatterOnceParallel(net, device_ids=two) as engine:
+            output = engine(ROWS)
+            if is_called:
+                call(engine, net)
+            output.square().sum().backward()
+        gradients.append(net[0].weight.grad)
+    assert_close(*gradients, "gradient")
 
 
 class Counts(Scales):

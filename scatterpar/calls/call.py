@@ -400,7 +400,16 @@ class Calls:
         flags = self._replicas.replica_set.flags
         lists = self._lists(arguments)
         return CallOfLook(
-            module, args, kwargs, outputs, plan, dim, lists, flags, self._workers
+            module,
+            args,
+            kwargs,
+            outputs,
+            plan,
+            dim,
+            lists,
+            flags,
+            module is not self._root,
+            self._workers,
         )
 
     def _look(self, call: CallOfLook, options: CallOptions) -> OutputTensors:

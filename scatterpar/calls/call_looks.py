@@ -77,6 +77,8 @@ class CallOfLook:
         dim: the dimension of the rows.
         lists: whether lists in the outputs may have one entry per row.
         flags: a hash of the switches of the root.
+        is_of_part: whether the module is a part of the root, which can be computed on
+            the master instead.
         workers: those of the call.
     """
 
@@ -88,6 +90,7 @@ class CallOfLook:
     dim: int
     lists: Lists
     flags: Hashable
+    is_of_part: bool
     workers: Workers
 
     def columns(self) -> dict[int, list[Tensor]]:
@@ -519,6 +522,7 @@ def _ask(
         list(candidates),
         tells_moved_state=False,
         parts_are_equal=_all_agree(known, column),
+        refuses_compared_rows=call.is_of_part,
     )
     # A call without a graph is looked at, too, and its gradient is compared.
     with torch.inference_mode(False), torch.enable_grad(), _own_saved_tensors():

@@ -48,12 +48,15 @@ class LossWays:
         tells_moved_state: whether a look warns of state that calls of the module move.
         parts_are_equal: whether the numbers of all parts are equal, and have no
             gradient: then it does not matter which mean holds.
+        refuses_compared_rows: whether a module that compares rows is refused, not
+            warned of.
     """
 
     remedies: str = ""
     candidates: Sequence[LossCandidate] = ()
     tells_moved_state: bool = True
     parts_are_equal: bool = False
+    refuses_compared_rows: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,6 +52,7 @@ class Verdict:
         is_measured: whether the difference is small or rounding, so that it says how
             well losses combine. State or random numbers may be another reason.
         subject: what a warning is about; it is given once per subject.
+        compares_rows: whether the module compares rows.
     """
 
     action: Action
@@ -62,6 +63,7 @@ class Verdict:
     rests_on_rows: bool = False
     is_measured: bool = False
     subject: str = ""
+    compares_rows: bool = False
 
     @property
     def may_be_rounding(self) -> bool:
@@ -297,7 +299,7 @@ def _state_between_parts(results: LookResults, _: Finding) -> Verdict:
 
 def _module_compares_rows(results: LookResults, finding: Finding) -> Verdict:
     module = _module_name(results)
-    return _told(
+    verdict = _told(
         f"{module} compares rows",
         f"{module} gives other outputs for a few rows in one piece than for the same "
         f"rows in parts: for {results.num_rows} rows the difference is "
@@ -307,6 +309,7 @@ def _module_compares_rows(results: LookResults, finding: Finding) -> Verdict:
         "If the module compares rows with each other, do that in the criterion, with "
         "whole_batch=True. With a home-made batch normalisation do nothing.",
     )
+    return replace(verdict, compares_rows=True)
 
 
 def _outputs_of_a_part(results: LookResults, _: Finding) -> Verdict:

@@ -156,7 +156,9 @@ class Verifier:
             for parts in report.compared:
                 same = alike(row_choice.request, parts, same)
             pending = [other for other in pending if other not in same]
-            if report.verdict.action is Action.REFUSE:
+            ways = look_request.ways
+            is_compared = report.verdict.compares_rows and ways.refuses_compared_rows
+            if report.verdict.action is Action.REFUSE or is_compared:
                 refusals.append(report.verdict)
                 continue
             reports.append(report)

@@ -263,7 +263,41 @@ class States(nn.Module):
         return self.lstm(rows[:, None])[1][0]
 
 
-@pytest.mark.parametrize("kind", [Contrast, States])
+class LessMean(nn.Module):
+    """Returns rows less their mean: a home-made normalisation."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, rows):
+        return self.scale * (rows - rows.mean(0))
+
+
+class TimeFirst(nn.Module):
+    """Takes the batch's rows for steps in time, without ``batch_first``."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)
+
+    def forward(self, rows):
+        return self.layer(torch.stack([rows, rows.sin()], 1))
+
+
+class Recurrent(TimeFirst):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.GRU(4, 3)
+
+    def forward(self, rows):
+        return super().forward(rows)[0]
+
+
+MEETING = [LessMean, TimeFirst, Recurrent]
+
+
+@pytest.mark.parametrize("kind", [Contrast, States, *MEETING])
 def test_part_that_is_not_divided_is_told_once(kind, recwarn):
     model = build(lambda: nn.Sequential(kind(), nn.Tanh()))
     plain = copy.deepcopy(model)

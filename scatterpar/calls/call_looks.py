@@ -44,7 +44,7 @@ from scatterpar.step.substeps import user_state_guarded
 from scatterpar.step.task import ReplicaTask, make_tasks
 from scatterpar.threads.process_settings import SETTINGS_KEPT
 from scatterpar.threads.workers import Workers
-from scatterpar.torch_private.autograd import saved_tensors_hooks
+from scatterpar.torch_private.autograd import own_saved_tensors
 from scatterpar.torch_private.tensors import version_counters_kept
 from scatterpar.verify.choice import candidate_of
 from scatterpar.verify.dropped_messages import warnings_dropped
@@ -367,7 +367,7 @@ def _tensors_for(call: CallOfLook, rows: range) -> Sequence[Tensor]:
             output = runs.own_task.output_of(runs.inputs_of(rows))
         return [tensor.detach() for tensor in nested.tensors(output)]
 
-    with torch.inference_mode(False), _own_saved_tensors():
+    with torch.inference_mode(False), own_saved_tensors():
         attempt = _attempt_of(call, request, _plan_of_one_replica(call.plan))
         task = _task_of(attempt)
         try:
@@ -525,7 +525,7 @@ def _ask(
         refuses_compared_rows=call.is_of_part,
     )
     # A call without a graph is looked at, too, and its gradient is compared.
-    with torch.inference_mode(False), torch.enable_grad(), _own_saved_tensors():
+    with torch.inference_mode(False), torch.enable_grad(), own_saved_tensors():
         attempt = _attempt_of(call, request, plan)
         task = _task_of(attempt)
         look_request = LookRequest(attempt, request, task, True, known, ways)
@@ -566,21 +566,6 @@ def _kind_of_call(
     return verifier.kinds.kind_of(
         request, is_divided=True, flags=call.flags, selection=selection
     )
-
-
-def _own_saved_tensors() -> contextlib.AbstractContextManager[None]:
-    """In the body, graphs save their tensors as they are.
-
-    A checkpoint around the call knows the tensors of its graph by their order, and
-    those of a look are not computed again.
-    """
-    if saved_tensors_hooks() is None:
-        return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _plan_of_one_replica(plan: Plan) -> Plan:

@@ -73,7 +73,11 @@ from scatterpar.step.task import is_shared
 from scatterpar.step.turns import Scope
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Workers
-from scatterpar.torch_private.autograd import saved_tensors_hooks
+from scatterpar.torch_private.autograd import (
+    current_graph_task,
+    own_saved_tensors,
+    saved_tensors_hooks,
+)
 from scatterpar.torch_private.compiler import never_compiled, unwrapped
 from scatterpar.verify.output_looks import OutputLooks
 from scatterpar.wrapper import ModuleT, WrappedT, Wrapper
@@ -305,10 +309,12 @@ class DataParallelCriterion(_OfPair[Criterion]):
             plan = self._plan(outputs, targets)
             batch = batch_of(None, targets, plan.rows, self.dim)
             request = Request([batch], self.dim, self.module, resolved, count)
-            is_looked_at = self.verify and num_replicas > 1
+            # A checkpoint that calls the criterion again has looked before.
+            is_again = current_graph_task() != -1
+            is_looked_at = self.verify and num_replicas > 1 and not is_again
             if is_looked_at:
                 # A backward pass of the criterion's own is refused later.
-                with set_aside(self._trained()):
+                with set_aside(self._trained()), own_saved_tensors():
                     self._looks.check_call(request, plan, outputs, self._workers)
             devices = [share.device for share in plan.shares]
             replicas = self._replicas_on(devices, transfers)

@@ -25,6 +25,21 @@ saved_tensors_hooks = partial(torch._C._autograd._top_saved_tensors_default_hook
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
+def own_saved_tensors() -> contextlib.AbstractContextManager[None]:
+    """In the body, graphs save their tensors as they are.
+
+    A checkpoint around a call knows the tensors of its graph by their order, and those
+    of a look in the call are not computed again.
+    """
+    if saved_tensors_hooks() is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def executes(leaf: Tensor) -> bool:
     """Whether the backward pass that this thread runs accumulates a gradient in
     ``leaf``, if it reaches it. ``autograd.grad`` of other tensors does not.

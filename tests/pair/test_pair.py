@@ -17,6 +17,8 @@ from harness.module_cases import with_buffers
 from harness.notes import beginning_of_note
 from harness.oracle import assert_close, build, randint, randn
 from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from pair.common import Pair, assert_alike
 from scatterpar import (
@@ -342,3 +344,60 @@ def test_shares_with_other_names_refused():
     parallel = DataParallelCriterion(criterion, verify=False)
     with pytest.raises(ValueError, match="'5' for some rows and '4' for others"):
         parallel(model(INPUTS), BATCH[1])
+
+
+# --- saved tensors of a checkpoint around both ---
+
+
+class Reversed(torch.autograd.Function):
+    """Gives the rows, and their gradient with another sign."""
+
+    @staticmethod
+    def forward(ctx, rows):
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+class TrainedLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(CLASSES, CLASSES)
+
+    def forward(self, output, targets):
+        return cross_entropy(self.head(output), targets)
+
+
+CHECKPOINTED = {
+    "a trained criterion": (mlp, TrainedLoss),
+    "a criterion of torch": (mlp, nn.CrossEntropyLoss),
+    "a reversed gradient": (
+        lambda: Of(lambda m, rows: Reversed.apply(m.linear(rows)), linear=linear()),
+        TrainedLoss,
+    ),
+}
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_checkpoint_around_model_and_criterion(devices, name, is_reentrant):
+    make, make_criterion = CHECKPOINTED[name]
+    inputs, targets = BATCH
+    gradients = []
+    for is_pair in (False, True):
+        model, criterion = build(make), build(make_criterion)
+        parameters = [*model.parameters(), *criterion.parameters()]
+        rows = inputs.clone().requires_grad_()
+        if is_pair:
+            model = DataParallelModel(model, devices(3))
+            criterion = DataParallelCriterion(criterion, devices(3))
+
+        def loss(rows, model=model, criterion=criterion):
+            return criterion(model(rows), targets)
+
+        checkpoint(loss, rows, use_reentrant=is_reentrant).backward()
+        gradients.append([rows.grad, *(weight.grad for weight in parameters)])
+    for found, expected in zip(*reversed(gradients), strict=True):
+        assert_close(found, expected, "gradient")

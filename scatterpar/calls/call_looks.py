@@ -45,6 +45,7 @@ from scatterpar.step.task import ReplicaTask, make_tasks
 from scatterpar.threads.process_settings import SETTINGS_KEPT
 from scatterpar.threads.workers import Workers
 from scatterpar.torch_private.autograd import own_saved_tensors
+from scatterpar.torch_private.modules import parametrizations_uncached
 from scatterpar.torch_private.tensors import version_counters_kept
 from scatterpar.verify.choice import candidate_of
 from scatterpar.verify.dropped_messages import warnings_dropped
@@ -539,7 +540,11 @@ def _state_kept(attempt: Attempt) -> Iterator[None]:
     # A graph of the call may have saved a buffer, which the look puts back.
     tensors = attempt.replicas.of_model.tensors
     # The user's hooks see no gradient of a look.
-    with user_state_guarded(attempt), version_counters_kept(tensors):
+    with (
+        user_state_guarded(attempt),
+        version_counters_kept(tensors),
+        parametrizations_uncached,
+    ):
         yield
 
 

@@ -50,6 +50,23 @@ def parametrized_in_threads() -> Iterator[None]:
         names |= {"cached": cached, "_maybe_set": set_to}
 
 
+@ForAllThreads
+@contextlib.contextmanager
+def parametrizations_uncached() -> Iterator[None]:
+    """In the body, a ``parametrize.cached()`` around it has no effect.
+
+    Weights in its cache are parts of the caller's graph, whose backward pass comes
+    later.
+    """
+    names = vars(parametrize)
+    kept = {"_cache_enabled": names["_cache_enabled"], "_cache": names["_cache"]}
+    names |= {"_cache_enabled": 0, "_cache": {}}
+    try:
+        yield
+    finally:
+        names |= kept
+
+
 # --- an optimizer within another: the outer one runs the hooks, once ---
 
 

@@ -17,6 +17,7 @@ from harness.oracle import (
 )
 from harness.pairwise import few_of
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from calls.programs import Own, mlp
@@ -65,6 +66,42 @@ def test_look_leaves_buffers_to_graphs(layout):
                 call.zero_grad()
                 call(ROWS).square().sum().backward()
             assert_gradients(net, gradients(plain))
+
+
+class Cubic(nn.Module):
+    def forward(self, weight):
+        return weight + 0.1 * weight**3
+
+
+class Symmetric(nn.Module):
+    def forward(self, bias):
+        return bias + bias.flip(0)
+
+
+def _two_calls(call):
+    (call(ROWS).square().sum() + call(ROWS[:7]).sum()).backward()
+
+
+def _accumulated(call):
+    call(ROWS).square().sum().backward(retain_graph=True)
+    call(ROWS[:7]).sum().backward()
+
+
+@pytest.mark.parametrize("layout", [["cpu"] * 2, ["cpu:0", "cpu:1", "cpu:0"]])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("use", [_two_calls, _accumulated])
+def test_look_leaves_cached_parametrizations(use, name, layout):
+    """Weights in the cache are parts of the call's graph."""
+    nets = []
+    for is_engine in (True, False):
+        net = build(mlp)
+        kind = Cubic if name == "weight" else Symmetric
+        parametrize.register_parametrization(net[0], name, kind())
+        call = ScatterOnceParallel(net, device_ids=layout) if is_engine else net
+        with parametrize.cached():
+            use(call)
+        nets.append(net)
+    assert_gradients(nets[0], gradients(nets[1]))
 
 
 def test_rows_that_meet_are_told():

@@ -840,7 +840,7 @@ SABOTAGES = [
         place="Calls.is_one_pass",
         text="if is_recorded():",
         replacement="if False:",
-        seen_by="test_frozen_module_in_evaluation_trains_what_it_refers_to",
+        seen_by="test_frozen_module_in_evaluation_trains_more",
     ),
     Sabotage(
         name="an evaluation counts as a write of what earlier graphs have saved",

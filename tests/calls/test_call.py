@@ -203,7 +203,7 @@ TRAINED = {
 
 @pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[3]], ids="+".join)
 @pytest.mark.parametrize("name", TRAINED)
-def test_frozen_module_in_evaluation_trains_what_it_refers_to(name, layout):
+def test_frozen_module_in_evaluation_trains_more(name, layout):
     make, trained_of = TRAINED[name]
 
     def gradient(wrap):
@@ -225,7 +225,7 @@ def test_frozen_module_in_evaluation_trains_what_it_refers_to(name, layout):
         )
 
 
-def test_trained_buffer_is_refused_with_pooled_statistics():
+def test_trained_buffer_refused_if_pooled():
     net, extra = build(_with_trained_buffer), Extra()
     with ScatterOnceParallel(net, device_ids=["cpu"] * 2, buffers="batch") as engine:
         with pytest.raises(ValueError, match=r"do not work with engine\(x\)"):

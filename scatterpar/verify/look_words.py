@@ -69,7 +69,7 @@ def several_candidates_fit(
     first_of_these = candidates[0].words
     return in_lines(
         f"the rows of this step do not show whether {loss} is {mean_or_sum}.",
-        f"The engine takes the loss for {first_of_these} until the rows of a step "
+        f"The engine assumes {first_of_these} until the rows of a step "
         f"show which it is. {remedies}",
     )
 
@@ -80,7 +80,7 @@ def another_candidate_fits(look_request: LookRequest, candidate: LossCandidate) 
     another = look_request.candidates[0].words
     return in_lines(
         f"{look_request.loss} is {mean_or_sum}, as the rows of this step show.",
-        f"Earlier steps took the loss for {another}. {look_request.ways.remedies}",
+        f"Earlier steps assumed {another}. {look_request.ways.remedies}",
     )
 
 
@@ -102,7 +102,7 @@ def looks_are_inconclusive(
     return in_lines(
         f"could not check how {look_request.loss} combines the parts of a batch: "
         f"{reason.shown}.",
-        f"The engine takes the loss for {mean_or_sum}. {remedies}",
+        f"The engine assumes {mean_or_sum}. {remedies}",
     )
 
 

@@ -51,13 +51,13 @@ def inconclusive(**options):
                 "the criterion MSELoss", [A_SUM, BY_ROWS], REMEDIES
             ),
             "not show whether the criterion MSELoss is a sum or a mean over rows.",
-            "The engine takes the loss for a sum until the rows of a step show which "
+            "The engine assumes a sum until the rows of a step show which "
             f"it is. {REMEDIES}",
         ),
         (
             look_words.another_candidate_fits(asked(remedies=REMEDIES), A_SUM),
             "the criterion MSELoss is a sum, as the rows of this step show.",
-            f"Earlier steps took the loss for a mean over rows. {REMEDIES}",
+            f"Earlier steps assumed a mean over rows. {REMEDIES}",
         ),
         (
             look_words.looks_are_inconclusive(
@@ -69,7 +69,7 @@ def inconclusive(**options):
         (
             look_words.looks_are_inconclusive(asked(), inconclusive(), A_SUM),
             "could not check how the criterion MSELoss combines the parts of a batch: ",
-            "The engine takes the loss for a sum. Pass count= for a mean over something else",
+            "The engine assumes a sum. Pass count= for a mean over something else",
         ),
     ],
 )
@@ -84,7 +84,7 @@ def test_remedy_of_reason_before_that_of_caller():
         reason = inconclusive(**options)
         text = look_words.looks_are_inconclusive(request, reason, BY_ROWS)
         return text.splitlines()[1].removeprefix(
-            "The engine takes the loss for a mean over rows. "
+            "The engine assumes a mean over rows. "
         )
 
     assert remedy(asked(remedies=REMEDIES)) == REMEDIES

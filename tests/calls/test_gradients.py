@@ -602,6 +602,32 @@ def test_freezing_between_call_and_backward_pass(pair, is_trained):
     assert_gradients(net, gradients(plain))
 
 
+def by_module(engine, net):
+    F.cross_entropy(net(ROWS), LABELS).backward()
+
+
+def by_step(engine, net):
+    engine.forward_backward(ROWS, LABELS, nn.CrossEntropyLoss())
+
+
+def by_another_engine(engine, net):
+    with ScatterOnceParallel(net, device_ids=["cpu"] * 2) as another:
+        loss_of(another).backward()
+
+
+@pytest.mark.parametrize("run_pass", [by_module, by_step, by_another_engine])
+def test_engine_drops_before_other_passes(pair, run_pass):
+    """Those are not the engine's: ``optimizer.zero_grad`` would not do."""
+    engine, net, plain = pair
+    with engine.no_sync():
+        loss_of(engine).square().backward()
+    engine.zero_grad()
+    run_pass(engine, net)
+    torch.optim.SGD(net.parameters(), 0.0).step()
+    loss_of(plain).backward()
+    assert_gradients(net, gradients(plain))
+
+
 @pytest.mark.parametrize("is_trained", list(itertools.product([True, False], repeat=3)))
 def test_freezing_for_a_while_drops_nothing(pair, is_trained):
     """A parameter that is frozen in some calls of a window keeps what it has got."""

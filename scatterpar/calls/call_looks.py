@@ -52,7 +52,12 @@ from scatterpar.verify.dropped_messages import warnings_dropped
 from scatterpar.verify.look_request import LookRequest, LossWays, is_open_between
 from scatterpar.verify.look_results import name_of_loss
 from scatterpar.verify.runs import Runs
-from scatterpar.verify.schedule import Kind, Stage, ranges_of_step
+from scatterpar.verify.schedule import (
+    Kind,
+    Stage,
+    ranges_of_integers,
+    ranges_of_step,
+)
 from scatterpar.verify.verdicts import in_lines
 from scatterpar.verify.verifier import Verifier
 
@@ -215,9 +220,13 @@ class CallLooks:
     def _check_rows(self, call: CallOfLook, places: Sequence[int]) -> None:
         verifier = self._verifier((id(call.module), "rows"))
         criterion = WeighedEntries(places, call.dim)
-        request = _request(call, criterion, _numbers_of_rows(call))
-        request = replace(request, reduction="sum")
-        _ask(verifier, call, request, [candidate_of(request)])
+        request = _request(call, criterion, None)
+        kind, details = _kind_of_call(verifier, call, request, selection=None)
+        # Each call asks: numbers of rows are made, and read, for a look only.
+        if kind.count_step(ranges_of_integers(request), details):
+            request = _request(call, criterion, _numbers_of_rows(call))
+            request = replace(request, reduction="sum")
+            _look_at(verifier, call, request, kind, [candidate_of(request)])
 
     def _rule(
         self, call: CallOfLook, position: int, column: Sequence[Tensor], asks: bool
@@ -517,6 +526,20 @@ def _ask(
                 name_of_loss(request), known, _WAYS_OUT_OF_CALLS, kind
             )
         return known[0]
+    return _look_at(verifier, call, request, kind, candidates, column)
+
+
+def _look_at(
+    verifier: Verifier,
+    call: CallOfLook,
+    request: Request,
+    kind: Kind,
+    candidates: Sequence[LossCandidate],
+    column: Sequence[Tensor] = (),
+) -> LossCandidate:
+    """Look at a few rows. Returns the candidate that holds."""
+    known = kind.remaining(candidates)
+    plan = _plan_of_one_replica(call.plan)
     # Of state that replicas leave differently a call itself warns (``lost_state``).
     ways = LossWays(
         _WAYS_OUT_OF_CALLS,

@@ -42,14 +42,14 @@ from torch.utils.hooks import RemovableHandle
 from scatterpar.calls.streams_of_calls import StreamsOfCalls
 from scatterpar.devices import coalescing
 from scatterpar.devices.bits import same_bits
-from scatterpar.devices.coalescing import iter_copies, tree_pairs
+from scatterpar.devices.coalescing import has_foreach, iter_copies, tree_pairs
 from scatterpar.devices.copies import to_numbers
 from scatterpar.devices.streams import is_async
 from scatterpar.devices.transfers import Transfers
-from scatterpar.devices.write_counters import version
+from scatterpar.devices.write_counters import version, versions
 from scatterpar.errors import Told, warn
 from scatterpar.replicas.replicas import ReplicaSet
-from scatterpar.replicas.slots import Slot
+from scatterpar.replicas.slots import REQUIRES_GRAD, Slot
 from scatterpar.step.commit import attach
 from scatterpar.step.reduce import sum_in_order
 from scatterpar.threads.workers import Workers
@@ -183,11 +183,7 @@ class CallGradients:
         trained = replica_set.slots.trained
         # A backward pass that does not use these must not reach them: autograd would
         # call their hooks without a gradient, or run a graph that it has freed.
-        tensors = [slot.tensor for slot in trained]
-        if any(map(HOOKS_BEFORE, tensors)) or any(map(HOOKS_AFTER, tensors)):
-            have_hooks = list(map(self._has_hooks, tensors))
-        else:
-            have_hooks = [False] * len(trained)
+        have_hooks = self._have_hooks([slot.tensor for slot in trained])
         alone = frozenset(
             slot.number
             for slot, has_hooks in zip(trained, have_hooks, strict=True)
@@ -349,7 +345,7 @@ class CallGradients:
         arrived = next(gradient for gradient in gradients if gradient is not None)
         # Autograd calls a hook without a gradient, too, and hooks do not expect that. A
         # tensor with hooks has a node of its own.
-        if not others and self._has_hooks(tensor):
+        if not others and any(self._have_hooks([tensor])):
             nothing[0] = torch.zeros_like(
                 arrived, dtype=tensor.dtype, device=tensor.device
             )
@@ -389,9 +385,9 @@ class CallGradients:
             return
         self.streams.follow()
         self.streams.record([*self._waiting, *of_pass.arrived])
-        for waiting, arrived in zip(self._waiting, of_pass.arrived, strict=True):
-            for key, gradient in arrived.items():
-                _plus_in(waiting, key, gradient)
+        with torch.no_grad():
+            for waiting, arrived in zip(self._waiting, of_pass.arrived, strict=True):
+                _let_wait(waiting, arrived)
         if not of_pass.is_synced:
             self._mark()
             return
@@ -430,10 +426,14 @@ class CallGradients:
                         _plus_in(waiting, key, gradient)
                 self._release(())
 
-    def _has_hooks(self, tensor: Tensor) -> bool:
-        """Whether the user's tensor has hooks, beside ``_note``."""
-        after = HOOKS_AFTER(tensor) or ()
-        return bool(HOOKS_BEFORE(tensor)) or len(after) > (id(tensor) in self._hooks)
+    def _have_hooks(self, tensors: Sequence[Tensor]) -> list[bool]:
+        """Whether each of the user's tensors has hooks, beside ``_note``."""
+        own = self._hooks
+        hooks = zip(tensors, map(HOOKS_BEFORE, tensors), map(HOOKS_AFTER, tensors))
+        return [
+            bool(before) or len(after or ()) > (id(tensor) in own)
+            for tensor, before, after in hooks
+        ]
 
     # --- gradients that wait ---
 
@@ -482,7 +482,7 @@ class CallGradients:
         pairs = [pair for pair in pairs if pair[0].requires_grad]
         if not pairs:
             return
-        if any(self._has_hooks(tensor) for tensor, _ in pairs):
+        if any(self._have_hooks([tensor for tensor, _ in pairs])):
             self._tell_of_parts()
         with torch.inference_mode(False), torch.enable_grad():
             device = pairs[0][0].device
@@ -540,14 +540,15 @@ class CallGradients:
             return
         dropped: set[int] = set()
         is_kept = False
-        for key, mark in self._marks.items():
-            if mark.gradient is None:  # no replica 0's: nothing that could be dropped
-                continue
-            gradient = self._tensors[key].grad
+        # Without one of replica 0's there is nothing that could be dropped.
+        marks = {k: mark for k, mark in self._marks.items() if mark.gradient is not None}
+        gradients = [self._tensors[key].grad for key in marks]
+        present = iter(versions([g for g in gradients if g is not None]))
+        for (key, mark), gradient in zip(marks.items(), gradients, strict=True):
             if gradient is None:
                 dropped.add(key)
                 continue
-            is_same = gradient is mark.gradient and version(gradient) == mark.version
+            is_same = next(present) == mark.version and gradient is mark.gradient
             if is_same and not mark.is_changed:
                 is_kept = True
             elif not mark.is_changed and _has_no_entry(gradient):
@@ -565,16 +566,16 @@ class CallGradients:
     def _keep(
         self, kept: ByReplica, arrived: ByReplica, tensors: Iterable[Tensor]
     ) -> None:
-        by_id = {id(tensor): tensor for tensor in tensors}
+        # Autograd drops replica 0's of what was frozen after the call.
+        trained = {id(tensor): tensor for tensor in tensors if tensor.requires_grad}
         with torch.no_grad():
             for of_replica, gradients in zip(kept, arrived, strict=True):
+                if any(map(REQUIRES_GRAD, gradients.values())):  # ``create_graph=True``
+                    raise RuntimeError(_GRAPH_OF_PART)
                 for key, gradient in gradients.items():
-                    # Autograd drops replica 0's if it was frozen after the call.
-                    if by_id[key].requires_grad:
-                        if gradient.requires_grad:  # ``create_graph=True``
-                            raise RuntimeError(_GRAPH_OF_PART)
-                        self._tensors[key] = by_id[key]
-                        _plus_in(of_replica, key, gradient.detach())
+                    if key in trained:
+                        self._tensors[key] = trained[key]
+                        _plus_in(of_replica, key, gradient)
 
     def _mark(self) -> None:
         """Remember the user's gradients, to see later whether they were dropped."""
@@ -586,13 +587,13 @@ class CallGradients:
             if key not in self._hooks and tensor.requires_grad:
                 hook = tensor.register_post_accumulate_grad_hook(self._note)
                 self._hooks[key] = hook
-            if tensor.grad is None and tensor.requires_grad:
+            gradient = tensor.grad
+            if gradient is None and tensor.requires_grad:
                 # Only others have one: this is replica 0's, which the user may drop.
                 arrived = next(of[key] for of in self._waiting if key in of)
-                tensor.grad = torch.zeros_like(
+                gradient = tensor.grad = torch.zeros_like(
                     arrived, dtype=tensor.grad_dtype, device=tensor.device
                 )
-            gradient = tensor.grad
             present = 0 if gradient is None else version(gradient)
             self._marks[key] = _Mark(gradient, present)
         self._probe_gradients()
@@ -615,11 +616,12 @@ class CallGradients:
             for taken in of_pass.taken:
                 taken.pop(id(tensor), None)
         mark = self._marks.get(id(tensor))
-        if mark is None or mark.gradient is None or tensor.grad is None:
+        gradient = tensor.grad
+        if mark is None or mark.gradient is None or gradient is None:
             return
-        present = version(tensor.grad)
+        present = version(gradient)
         # Autograd writes once, or not at all if nothing has arrived.
-        is_known = tensor.grad is mark.gradient and present - mark.version in (0, 1)
+        is_known = gradient is mark.gradient and present - mark.version in (0, 1)
         mark.is_changed |= not is_known
         self._probes.pop(id(tensor), None)
         mark.version = present
@@ -759,6 +761,23 @@ def _overwritable(parts: ByReplica, devices: Sequence[torch.device]) -> ByReplic
         else of_replica
         for replica, of_replica in enumerate(parts)
     ]
+
+
+def _let_wait(waiting: dict[int, Tensor], arrived: dict[int, Tensor]) -> None:
+    """Add gradients, which may be somebody else's tensors, too, to those that wait,
+    which nobody else has: they are overwritten. Takes them out of ``arrived``.
+    """
+    together = [key for key in arrived if key in waiting]
+    sums = [waiting[key] for key in together]
+    added = [arrived.pop(key) for key in together]
+    if has_foreach(*sums, *added):  # mostly: as one operator
+        if sums:
+            torch._foreach_add_(sums, added)
+    else:
+        for key, gradient in zip(together, added, strict=True):
+            _plus_in(waiting, key, gradient)
+    for key in list(arrived):
+        waiting[key] = arrived.pop(key).clone()
 
 
 def _plus_in(total: dict[int, Tensor], key: int, gradient: Tensor) -> None:

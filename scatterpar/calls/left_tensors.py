@@ -35,6 +35,10 @@ def join_left_tensors(
     Raises:
         ValueError: the call has created a parameter or a module.
     """
+    # A list: joined tensors are written into these containers.
+    changed = list(replicas_of_call.shared_data.changed_containers())
+    if not changed:
+        return
     replica_set = replicas_of_call.replica_set
     others = replicas_of_call.others(len(division.rows))
     is_divided = len(division.rows) > 1
@@ -44,10 +48,6 @@ def join_left_tensors(
         (id(vars(module)), name_of_computed(hook))
         for module, hook in replica_set.computed
     }
-    # A list: joined tensors are written into these containers.
-    changed = list(replicas_of_call.shared_data.changed_containers())
-    if not changed:
-        return
     for number, container, saved in changed:
         before = dict(entries_of(saved))
         for key, value in list(entries_of(container)):

@@ -102,14 +102,16 @@ def drop_accumulator(leaf: Tensor) -> None:
 def hooks_taken_off(tensors: Sequence[Tensor]) -> Iterator[None]:
     """In the body, no hook that the user registered on one of these leaves runs."""
     dictionaries = [*map(HOOKS_BEFORE, tensors), *map(HOOKS_AFTER, tensors)]
-    saved = [(hooks, dict(hooks)) for hooks in dictionaries if hooks]
+    # Lists: to copy these ordered dictionaries takes five times as long.
+    saved = [(hooks, list(hooks.items())) for hooks in dictionaries if hooks]
     try:
         for hooks, _ in saved:
             hooks.clear()  # torch keeps the dictionary even if another one is assigned
         yield
     finally:
         for hooks, earlier in saved:
-            hooks.update(earlier)
+            for number, hook in earlier:
+                hooks[number] = hook
 
 
 def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:

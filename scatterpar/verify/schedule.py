@@ -109,6 +109,12 @@ def ranges_of_step(request: Request) -> Sequence[Tensor]:
     return ranges_of(informative_tensors(request, _MAX_ENTRIES_OF_ROWS))
 
 
+def ranges_of_integers(request: Request) -> Sequence[Tensor]:
+    """As ``ranges_of_step``, if no floating-point tensor tells rows apart."""
+    tensors = informative_tensors(request, _MAX_ENTRIES_OF_ROWS)
+    return ranges_of(t for t in tensors if not t.is_floating_point())
+
+
 def ranges_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """How far the numbers of each tensor go, on its device: three 0-dim tensors per
     tensor.

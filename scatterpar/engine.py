@@ -668,7 +668,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         input requires grad, too, the output has a graph, and ``backward()`` adds the
         gradients of all replicas to the parameters, unless it runs inside of
         ``no_sync()``. In training mode under ``torch.no_grad()`` rows are divided and
-        random numbers drawn in the same way, and so are those of a module with hooks.
+        random numbers drawn in the same way, and so in a module with forward hooks.
         Otherwise, under ``torch.no_grad()`` in evaluation mode, with
         ``buffers="batch"`` or with a ``process_group``, rows run in micro-batches. With
         ``accum="auto"`` such a call starts again with more sub-steps if it runs out of

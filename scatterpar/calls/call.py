@@ -45,6 +45,7 @@ from scatterpar.calls.left_tensors import join_left_tensors
 from scatterpar.calls.lost_state import LostState
 from scatterpar.calls.numbers import BY_ROWS, NumberRule, weights_of
 from scatterpar.calls.replicas_of_call import (
+    FORWARD_HOOKS,
     ReplicasOfCall,
     first_computed,
     modules_in,
@@ -172,12 +173,15 @@ class Calls:
         """Whether a replica computes its rows in one pass.
 
         If autograd records, since ``forward`` may refer to anything that requires grad.
-        In training mode, and if the user has hooks, which keep tensors of all rows.
+        In training mode, and if the user has forward hooks, which keep tensors of all
+        rows.
         """
         if is_recorded():
             return True
         modules = modules_in(self._root)
-        return any(module.training for module in modules) or bool(user_hooks(modules))
+        if any(module.training for module in modules):
+            return True
+        return bool(user_hooks(modules, FORWARD_HOOKS))
 
     def call(
         self, module: nn.Module, arguments: Arguments, options: CallOptions

@@ -28,6 +28,7 @@ from scatterpar.plan import Plan
 from scatterpar.step.scatter import Values, rows_on_device
 from scatterpar.torch_private.autograd import saved_tensors_hooks
 from scatterpar.torch_private.compiler import never_compiled
+from scatterpar.torch_private.thread_modes import is_batched_backward
 
 
 class Division:
@@ -206,6 +207,7 @@ class SplitRows(torch.autograd.Function):
     @never_compiled
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor]:
         """The gradient of the whole."""
+        _refuse_batched()
         division: Division = ctx.division
         with division.on_streams():
             # The caller's tensor may be on the host.
@@ -247,7 +249,20 @@ def _save_for_checkpoint(ctx: Any, division: Division) -> None:
 def _begin_pass(ctx: Any) -> None:
     """Tell the gradients that a backward pass has reached an output of a call."""
     _ = ctx.saved_tensors
-    ctx.division.gradients.begin_pass()
+    division: Division = ctx.division
+    if len(division.devices) > 1:
+        _refuse_batched()
+    division.gradients.begin_pass()
+
+
+def _refuse_batched() -> None:
+    if is_batched_backward():
+        raise RuntimeError(
+            "torch.autograd.grad(…, is_grads_batched=True) through a call of the "
+            "engine: such gradients can be neither divided nor joined; call "
+            "torch.autograd.grad once per entry of grad_outputs, or call the module "
+            "itself (in torch.autograd.functional, pass vectorize=False)"
+        )
 
 
 def are_divided_alike(tensors: Sequence[Tensor], rows: Sequence[int], dim: int) -> bool:

@@ -429,10 +429,13 @@ class CallGradients:
     def _have_hooks(self, tensors: Sequence[Tensor]) -> list[bool]:
         """Whether each of the user's tensors has hooks, beside ``_note``."""
         own = self._hooks
-        hooks = zip(tensors, map(HOOKS_BEFORE, tensors), map(HOOKS_AFTER, tensors))
+        before = map(HOOKS_BEFORE, tensors)
+        after = map(HOOKS_AFTER, tensors)
         return [
-            bool(before) or len(after or ()) > (id(tensor) in own)
-            for tensor, before, after in hooks
+            bool(hooks_before) or len(hooks_after or ()) > (id(tensor) in own)
+            for tensor, hooks_before, hooks_after in zip(
+                tensors, before, after, strict=True
+            )
         ]
 
     # --- gradients that wait ---
@@ -541,10 +544,10 @@ class CallGradients:
         dropped: set[int] = set()
         is_kept = False
         # Without one of replica 0's there is nothing that could be dropped.
-        marks = {k: mark for k, mark in self._marks.items() if mark.gradient is not None}
-        gradients = [self._tensors[key].grad for key in marks]
+        marked = [pair for pair in self._marks.items() if pair[1].gradient is not None]
+        gradients = [self._tensors[key].grad for key, _ in marked]
         present = iter(versions([g for g in gradients if g is not None]))
-        for (key, mark), gradient in zip(marks.items(), gradients, strict=True):
+        for (key, mark), gradient in zip(marked, gradients, strict=True):
             if gradient is None:
                 dropped.add(key)
                 continue

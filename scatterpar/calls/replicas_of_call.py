@@ -39,6 +39,16 @@ from scatterpar.threads.workers import Workers
 
 _PARAMETERS = attrgetter("_parameters")
 _IS_LEAF = attrgetter("is_leaf")
+HooksOfModule = Callable[[nn.Module], dict[int, Any]]
+FORWARD_HOOKS: Sequence[HooksOfModule] = (
+    attrgetter("_forward_hooks"),
+    attrgetter("_forward_pre_hooks"),
+)
+ALL_HOOKS: Sequence[HooksOfModule] = (
+    *FORWARD_HOOKS,
+    attrgetter("_backward_hooks"),
+    attrgetter("_backward_pre_hooks"),
+)
 
 
 class _Root(nn.Module):
@@ -237,18 +247,14 @@ def modules_in(root: nn.Module) -> list[nn.Module]:
     return modules
 
 
-def user_hooks(modules: Sequence[nn.Module]) -> list[Any]:
+def user_hooks(
+    modules: Sequence[nn.Module], kinds: Sequence[HooksOfModule] = ALL_HOOKS
+) -> list[Any]:
     """The hooks of ``modules`` that are functions of the user's."""
     hooks: list[Any] = []
-    for module in modules:
-        for registry in (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        ):
-            if registry:
-                hooks += registry.values()
+    for hooks_of in kinds:
+        for registry in filter(None, map(hooks_of, modules)):
+            hooks += registry.values()
     return [hook for hook in hooks if is_user_function(hook)]
 
 

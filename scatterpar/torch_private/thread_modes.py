@@ -46,6 +46,17 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+_VMAP_OF_GRAD: Any = torch._C._parse_dispatch_key("VmapMode")
+
+
+def is_batched_backward() -> bool:
+    """Whether this thread runs ``torch.autograd.grad(…, is_grads_batched=True)``.
+
+    Its gradients have a hidden dimension, by an older transform than ``torch.func``'s.
+    """
+    return torch._C._dispatch_tls_is_dispatch_key_included(_VMAP_OF_GRAD)
+
+
 def profiler_is_on() -> bool:
     """Whether a profiler of torch is on in any thread."""
     return bool(_PROFILER._is_profiler_enabled)

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -243,6 +244,39 @@ def test_selected_gradients_refused_in_no_sync(pair):
     loss = loss_of(engine)
     with engine.no_sync(), pytest.raises(RuntimeError, match=r"no_sync\(\)"):
         torch.autograd.grad(loss, list(net.parameters()))
+
+
+def _batched(outputs, selected):
+    ones = torch.ones(3, *outputs.shape, dtype=outputs.dtype)
+    return torch.autograd.grad(outputs, selected, ones, is_grads_batched=True)
+
+
+@pytest.mark.parametrize("of", ["inputs", "parameters", "Jacobian"])
+def test_batched_gradients_refused_in_words(pair, of):
+    engine, net, plain = pair
+    rows = ROWS.clone().requires_grad_()
+    selected = rows if of == "inputs" else [*net.parameters()]
+    compute = partial(_batched, engine(rows), selected)
+    if of == "Jacobian":
+        jacobian = torch.autograd.functional.jacobian
+        compute = partial(jacobian, engine, rows, vectorize=True)
+    with pytest.raises(RuntimeError, match=r"is_grads_batched=True.* vectorize=False"):
+        compute()
+    # Nothing of it is left.
+    loss_of(engine).backward()
+    loss_of(plain).backward()
+    torch.testing.assert_close(gradients(net), gradients(plain))
+
+
+def test_batched_gradients_of_one_device():
+    net = build(lambda: nn.Linear(3, 2))
+    rows = torch.ones(4, 3, dtype=net.weight.dtype)
+    engine = ScatterOnceParallel(net, device_ids=["cpu"])
+    expected = _batched(net(rows), net.weight)
+    torch.testing.assert_close(_batched(engine(rows), net.weight), expected)
+    rows.requires_grad_()
+    with pytest.raises(RuntimeError, match="is_grads_batched=True"):
+        _batched(engine(rows), rows)
 
 
 def test_selected_gradients_leave_what_waits(pair):

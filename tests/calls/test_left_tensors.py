@@ -127,6 +127,24 @@ def test_hooks_in_evaluation_keep_all_rows(layout, micro_batch_size):
     assert_close(torch.cat(several), torch.cat([expected, expected[:5]]), "of both")
 
 
+@pytest.mark.parametrize("register", ["full_backward_hook", "full_backward_pre_hook"])
+def test_backward_hooks_leave_evaluation_in_micro_batches(register):
+    """No backward pass comes: memory for all rows at once was needed for nothing."""
+    sizes = []
+
+    class Seen(torch.nn.Linear):
+        def forward(self, x):
+            sizes.append(len(x))
+            return super().forward(x)
+
+    net = build(lambda: Seen(4, 2)).eval()
+    getattr(net, f"register_{register}")(lambda *_: None)
+    engine = ScatterOnceParallel(net, device_ids=["cpu"] * 2, micro_batch_size=2)
+    with engine, torch.no_grad():
+        engine(torch.ones(8, 4, dtype=ROWS.dtype))
+    assert max(sizes[-4:]) == 2
+
+
 @pytest.mark.filterwarnings("ignore:hooks inside of the module")
 @pytest.mark.parametrize("layout", [["cpu"] * 2, ["cpu:0", "cpu:1", "cpu:0"]])
 def test_frozen_module_in_evaluation_trains_a_hook(layout):

@@ -876,7 +876,7 @@ SABOTAGES = [
         place="Calls.is_one_pass",
         text="user_hooks(modules, FORWARD_HOOKS)",
         replacement="user_hooks(modules)",
-        seen_by="test_backward_hooks_leave_evaluation_in_micro_batches",
+        seen_by="test_backward_hooks_leave_micro_batches",
     ),
     Sabotage(
         name="batched gradients of a call are torch's riddle",

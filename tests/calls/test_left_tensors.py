@@ -128,7 +128,7 @@ def test_hooks_in_evaluation_keep_all_rows(layout, micro_batch_size):
 
 
 @pytest.mark.parametrize("register", ["full_backward_hook", "full_backward_pre_hook"])
-def test_backward_hooks_leave_evaluation_in_micro_batches(register):
+def test_backward_hooks_leave_micro_batches(register):
     """No backward pass comes: memory for all rows at once was needed for nothing."""
     sizes = []
 

@@ -48,6 +48,8 @@ def test_in_place_layers_spare_the_inputs():
     writes = Of(lambda _, inputs, number: inputs.add_(number.mul_(2)))
     inputs, number = INPUTS.clone(), torch.tensor(1.0).double()
     with ScatterOnceParallel(writes.eval(), 2, HOST) as engine:
+        with torch.no_grad():  # in micro-batches
+            engine(inputs, number)
         engine(inputs, number)
     DataParallelModel(writes, HOST)(inputs, number)
     assert torch.equal(inputs, INPUTS)

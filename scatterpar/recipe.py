@@ -106,8 +106,8 @@ def _refuse_other_or_stepped(after: LRScheduler, optimizer: Optimizer) -> None:
     which = "this" if is_same else "another"
     raise ValueError(
         f"`after` belongs to {which} optimizer, and is at step {after.last_epoch}; "
-        "make the scheduler that you pass as `after` with the optimizer of "
-        "gradual_warmup, right before you call gradual_warmup, and do not step it"
+        "make the scheduler anew, right before this call, with the same optimizer, "
+        "and do not step it"
     )
 
 

@@ -164,9 +164,9 @@ class ShardedOptimizer(Optimizer):
         if len(memories) > 1 and not (elementwise or _is_known(plain)):
             name = type(plain).__name__
             raise TypeError(
-                f"{name} cannot be sharded: it is no optimizer of torch or "
-                "bitsandbytes whose update of a parameter is known not to depend on "
-                f"other parameters; use {name}(engine.module.parameters(), …) itself. "
+                f"{name} cannot be sharded: its update of a parameter may depend on "
+                "other parameters, since it is none of the known optimizers of torch "
+                f"and bitsandbytes; use {name}(engine.module.parameters(), …) itself. "
                 "Or pass elementwise=True, if its updates do not depend on other "
                 "parameters, and it writes the parameters in param_groups, keeps the "
                 "state of each parameter in state[parameter], and needs no closure"

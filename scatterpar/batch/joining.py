@@ -307,9 +307,9 @@ def _join_remedy(
     if kind is Entries.FIXED:
         size = atoms[0].size(dim)
         return (
-            f"return one entry per row: this output has {size} entries for any number "
-            f"of rows, and a micro-batch happens to have {size} rows. Compute the "
-            "output from the joined entries"
+            f"this output has {size} entries for any number of rows, and a micro-batch "
+            f"happens to have {size} rows. Return what the output is computed from, "
+            "one entry per row, and compute the output from the joined entries"
         )
     sizes = [tensor.shape[-1:] for tensor in atoms]
     may_be_pairs = kind is Entries.OTHERS or len(set(rows)) > 1

@@ -235,8 +235,8 @@ def _owner(
             return owner
     names = ", ".join(sorted(repr(other.name) for other in all_places))
     raise ValueError(
-        f"the forward pass makes the buffers {names} share memory, and none of them "
-        "has the whole memory: nothing was changed; give each buffer a tensor "
+        f"the forward pass makes the buffers {names} views of one tensor, which is "
+        "no buffer itself: nothing was changed; give each buffer a tensor "
         "of its own (clone()), or write into buffers with copy_"
     )
 

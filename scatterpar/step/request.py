@@ -332,8 +332,8 @@ def resolve_reduction(criterion: Any, reduction: str | None) -> str:
     if reduction == "none":
         raise ValueError(
             'reduction="none" gives one loss per term; make the criterion with '
-            'reduction="mean" or "sum". If it takes the mean of these losses itself, '
-            'pass reduction="mean" to this call'
+            'reduction="mean" or "sum". If your own criterion takes the mean of these '
+            'losses, pass reduction="mean" to the engine\'s call'
         )
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')

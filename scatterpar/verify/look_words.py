@@ -52,8 +52,8 @@ def state_is_moved(look_request: LookRequest, names: Sequence[str]) -> str:
 def tensor_was_not_saved(shape: tuple[int, ...]) -> str:
     """User code writes a tensor that is too large to be saved."""
     return in_lines(
-        f"your code writes a tensor of shape {shape}, above 64 MiB, which the "
-        "check of a few rows did not save.",
+        f"your code writes a tensor of shape {shape}, above 64 MiB. The check of a "
+        "few rows does not save such tensors, so what it wrote stays.",
         "Keep this tensor in a buffer of the module, or pass verify=False.",
     )
 

@@ -207,14 +207,14 @@ def taken_for_rows(shape: Sequence[int] | int, dim: int) -> Verdict:
     if isinstance(shape, int):
         return _refused(
             f"an output that is a list of {shape} values has no rows, but as many "
-            f"values as each micro-batch has rows, so that the lists of all "
-            f"micro-batches would be joined.",
+            f"values as each micro-batch happens to have rows: the lists of all "
+            f"micro-batches would be joined as if they had rows.",
             "Return it as a tuple, or pass another number of sub-steps.",
         )
     return _refused(
         f"an output of shape {tuple(shape)} has no rows, but as many entries along "
-        f"dim={dim} as each micro-batch has rows, so that the outputs of all "
-        f"micro-batches would be joined.",
+        f"dim={dim} as each micro-batch happens to have rows: the outputs of all "
+        f"micro-batches would be joined as if they had rows.",
         f"Return output.unsqueeze({dim}), or pass another number of sub-steps.",
     )
 

@@ -535,7 +535,7 @@ def test_hook_that_comes_later_is_seen():
 
 # Kinds of state that neither an operator nor a generator shows, as the page names them.
 UNSEEN = [
-    f"more than {LONGEST_CHAIN} references away",
+    f"more than {LONGEST_CHAIN} levels",
     f"more than {MAX_ENTRIES:,} entries",
     "attributes of a library's module",
     "`sys.modules`",

@@ -385,12 +385,21 @@ class CallGradients:
             return
         self.streams.follow()
         self.streams.record([*self._waiting, *of_pass.arrived])
-        with torch.no_grad():
-            for waiting, arrived in zip(self._waiting, of_pass.arrived, strict=True):
-                _let_wait(waiting, arrived)
-        if not of_pass.is_synced:
-            self._mark()
-            return
+        try:
+            with torch.no_grad():
+                for waiting, arrived in zip(
+                    self._waiting, of_pass.arrived, strict=True
+                ):
+                    _let_wait(waiting, arrived)
+            if not of_pass.is_synced:
+                self._mark()
+                return
+        except BaseException:
+            # Without a mark nobody would see that the user drops them.
+            for waiting in self._waiting:
+                for key in waiting.keys() - self._marks.keys():
+                    del waiting[key]
+            raise
         self.were_added = True
         # Of checkpoints inside of replicas, and of parameters that only earlier passes
         # have used.

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from scatterpar import ScatterOnceParallel
+from scatterpar.calls import gradients as call_gradients
 
 LAYOUTS = [
     ["cpu"] * 2,
@@ -878,6 +879,30 @@ class RowOfWeight(nn.Module):
         if not self.reenters:
             return rows.tanh() * self.row
         return checkpoint(lambda r: r.tanh() * self.row, rows, use_reentrant=True)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_pass_that_fails_at_its_end_leaves_nothing(pair, set_to_none, monkeypatch):
+    """Memory ran out while gradients began to wait. The first ones stayed, and nobody
+    saw that the user dropped them.
+    """
+    engine, net, plain = pair
+    let_wait = call_gradients._let_wait
+
+    def fails_after_the_first(waiting, arrived):
+        key = next(iter(arrived))
+        let_wait(waiting, {key: arrived[key]})
+        raise torch.OutOfMemoryError("out of memory")
+
+    loss = loss_of(engine)
+    with monkeypatch.context() as patch, engine.no_sync():
+        patch.setattr(call_gradients, "_let_wait", fails_after_the_first)
+        with pytest.raises(torch.OutOfMemoryError):
+            loss.backward()
+    net.zero_grad(set_to_none)
+    loss_of(engine).backward()
+    loss_of(plain).backward()
+    assert_gradients(net, gradients(plain))
 
 
 @pytest.mark.parametrize("reenters", [False, True])

@@ -59,12 +59,15 @@ def parametrizations_uncached() -> Iterator[None]:
     later.
     """
     names = vars(parametrize)
-    kept = {"_cache_enabled": names["_cache_enabled"], "_cache": names["_cache"]}
+    entered = names["_cache_enabled"]
+    kept = names["_cache"]
     names |= {"_cache_enabled": 0, "_cache": {}}
     try:
         yield
     finally:
-        names |= kept
+        # Other threads may have entered or left meanwhile.
+        names["_cache_enabled"] += entered
+        names["_cache"] = kept if names["_cache_enabled"] else {}
 
 
 # --- an optimizer within another: the outer one runs the hooks, once ---

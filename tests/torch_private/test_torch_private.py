@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness.oracle import assert_close, build, randn
 from torch import nn
+from torch.nn.utils import parametrize
 
 from scatterpar import (
     DataParallelCriterion,
@@ -24,6 +25,7 @@ from scatterpar.torch_private.compiler import (
     never_compiled,
     records_cuda_graphs,
 )
+from scatterpar.torch_private.modules import parametrizations_uncached
 
 pytestmark = pytest.mark.core
 
@@ -149,6 +151,18 @@ def test_never_compiled_asks_for_no_compiler(monkeypatch):
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert called(1) == 2
     assert "torch._dynamo" not in sys.modules
+
+
+def test_cache_of_parametrizations_has_what_others_entered():
+    """Another thread that entered, or left, meanwhile left the cache on for ever."""
+    of_others = parametrize.cached()
+    with parametrizations_uncached:
+        of_others.__enter__()
+    assert parametrize._cache_enabled == 1
+    with parametrizations_uncached:
+        of_others.__exit__(None, None, None)
+    assert parametrize._cache_enabled == 0
+    assert not parametrize._cache
 
 
 @pytest.mark.slow

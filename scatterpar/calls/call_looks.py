@@ -110,7 +110,7 @@ class CallOfLook:
         columns = tensors_by_place(self.outputs, sizes, self.dim, self.lists)
         return {positions[id(column[0])]: column for column in columns}
 
-    def selection(self) -> Hashable:
+    def selection(self, classes: tuple[type, ...] = _SELECTING) -> Hashable:
         """The values that may select an output: the switches of the root, the names of
         arguments, and the words and integers among them.
         """
@@ -118,8 +118,8 @@ class CallOfLook:
         for number, atom in enumerate(nested.atoms((self.args, self.kwargs))):
             if isinstance(atom, enum.Enum):
                 values.append((number, atom.name))
-            elif type(atom) in _SELECTING:
-                values.append((number, atom))
+            elif type(atom) in classes:
+                values.append((number, repr(atom)))  # -1 and -2 have one hash
         return hash(tuple(values))
 
     def parts(self) -> list[range]:
@@ -147,7 +147,7 @@ class CallLooks:
         self._verifiers: dict[Hashable, Verifier] = {}
         self._entries: dict[Hashable, Mapping[int, Entries]] = {}
         # What has selected outputs so far, by the module's ``id``.
-        self._selections: defaultdict[int, set[Hashable]] = defaultdict(set)
+        self._selections: defaultdict[Hashable, set[Hashable]] = defaultdict(set)
 
     def look(
         self, call: CallOfLook, *, asks: bool, compares_rows: bool = True
@@ -267,13 +267,14 @@ class CallLooks:
 
         ``None`` for all calls with further values, once there are many.
         """
-        known = self._selections[id(call.module)]
-        selection = call.selection()
-        if selection not in known:
-            if len(known) >= _MOST_SELECTIONS:
-                return None
-            known.add(selection)
-        return selection
+        # Integers count calls more often than words do.
+        for classes in (_SELECTING, (bool, str)):
+            known = self._selections[id(call.module), classes]
+            selection = call.selection(classes)
+            if selection in known or len(known) < _MOST_SELECTIONS:
+                known.add(selection)
+                return selection
+        return None
 
     def _verifier(self, key: Hashable) -> Verifier:
         return self._verifiers.setdefault(key, Verifier())

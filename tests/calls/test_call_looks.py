@@ -135,11 +135,11 @@ def test_tensor_after_other_values_is_compared():
 def test_text_that_counts_calls_has_few_looks():
     """Each new text was one more pass of two rows, and one more entry."""
     with engine_of(lambda self, rows: self.net(rows), verify=True) as engine:
-        for number in range(call_looks._MOST_SELECTIONS + 9):
+        for number in range(2 * call_looks._MOST_SELECTIONS + 9):
             engine.module.name = str(number)
             engine(ROWS)
         entries = engine._calls._looks._entries
-        assert len(entries) == call_looks._MOST_SELECTIONS + 1
+        assert len(entries) == 2 * call_looks._MOST_SELECTIONS + 1
 
 
 class Reduction(enum.Enum):
@@ -148,15 +148,16 @@ class Reduction(enum.Enum):
 
 
 def _selected_loss(self, rows, labels, reduction=None):
-    is_mean = (reduction or self.reduction) in ("mean", 1, Reduction.MEAN)
+    is_mean = (reduction or self.reduction) in ("mean", 1, -1, Reduction.MEAN)
     name = "mean" if is_mean else "sum"
     return F.cross_entropy(self.net(rows), labels, reduction=name)
 
 
 @pytest.mark.parametrize(
     "reductions",
-    [("mean", "sum"), ("sum", "mean"), (1, 2), tuple(Reduction)],
-    ids=["words", "sum-first", "numbers", "enum"],
+    # Python has one hash for -1 and -2.
+    [("mean", "sum"), ("sum", "mean"), (1, 2), (-1, -2), tuple(Reduction)],
+    ids=["words", "sum-first", "numbers", "negative", "enum"],
 )
 def test_selected_number_has_its_own_rule(reductions):
     """The rule of the first reduction was the rule of all."""
@@ -164,6 +165,19 @@ def test_selected_number_has_its_own_rule(reductions):
         plain = copy.deepcopy(engine.module)
         for reduction in [*reductions, *reductions]:
             _assert_same_loss(engine, plain, reduction)
+
+
+def test_counter_beside_a_word_spares_its_rule():
+    """After 16 numbers of a counter, both words had one rule."""
+
+    def forward(self, rows, labels, reduction, number):
+        return _selected_loss(self, rows, labels, reduction)
+
+    with engine_of(forward) as engine:
+        plain = copy.deepcopy(engine.module)
+        for number in range(call_looks._MOST_SELECTIONS + 8):
+            reduction = "sum" if number % 3 else "mean"
+            _assert_same_loss(engine, plain, reduction, number)
 
 
 def test_switch_selects_the_rule_of_a_number():
@@ -185,8 +199,8 @@ def _assert_same_loss(engine, plain, *selected):
 
 
 def _selected_output(self, rows, what):
-    if what in ("labels", "table", 0, 1):
-        is_table = what in ("table", 1)
+    if what in ("labels", "table", 0, 1, -1, -2):
+        is_table = what in ("table", 1, -2)
         return torch.arange(6) if is_table else self.net(rows).argmax(1)
     if what == "codes":
         return self.codes + 0
@@ -200,6 +214,7 @@ def _selected_output(self, rows, what):
         ("labels", "table"),
         (0, 1),
         (1, 0),
+        (-1, -2),
         ("rows", "codes"),
         ("codes", "rows"),
         ("codes", "zeros"),

@@ -255,11 +255,15 @@ class DataParallelCriterion(_OfPair[Criterion]):
         devices = None if device_ids is None else resolve(device_ids)
         super().__init__(criterion, devices, dim)
 
-    _transient = (*_OfPair._transient, "_looks", "_replicas", "_told")
+    _transient = (
+        *_OfPair._transient,
+        *("_looks", "_has_looked", "_replicas", "_told"),
+    )
 
     def _init_transient(self) -> None:
         super()._init_transient()
         self._looks = OutputLooks()
+        self._has_looked = False
         self._replicas: ReplicasOfCall | None = None
         self._told = Told()
 
@@ -310,12 +314,13 @@ class DataParallelCriterion(_OfPair[Criterion]):
             batch = batch_of(None, targets, plan.rows, self.dim)
             request = Request([batch], self.dim, self.module, resolved, count)
             # A checkpoint that calls the criterion again has looked before.
-            is_again = current_graph_task() != -1
+            is_again = self._has_looked and current_graph_task() != -1
             is_looked_at = self.verify and num_replicas > 1 and not is_again
             if is_looked_at:
                 # A backward pass of the criterion's own is refused later.
                 with set_aside(self._trained()), own_saved_tensors():
                     self._looks.check_call(request, plan, outputs, self._workers)
+                self._has_looked = True
             devices = [share.device for share in plan.shares]
             replicas = self._replicas_on(devices, transfers)
             gradients = CallGradients(devices)

@@ -401,3 +401,34 @@ def test_checkpoint_around_model_and_criterion(devices, name, is_reentrant):
         gradients.append([rows.grad, *(weight.grad for weight in parameters)])
     for found, expected in zip(*reversed(gradients), strict=True):
         assert_close(found, expected, "gradient")
+
+
+class LossInBackward(torch.autograd.Function):
+    """Computes a loss, and its gradient, in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, loss, rows):
+        ctx.loss = loss
+        ctx.save_for_backward(rows)
+        return rows.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        rows = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.loss(rows).backward()
+        return None, rows.grad
+
+
+def test_criterion_that_begins_in_a_backward_pass_is_checked(devices):
+    """Any call in a backward pass was taken for the second one of a checkpoint."""
+    inputs, targets = BATCH
+    model = DataParallelModel(build(linear), devices(3))
+    criterion = DataParallelCriterion(
+        lambda outputs, labels: cross_entropy(outputs, labels).sqrt(), devices(3)
+    )
+    loss = LossInBackward.apply(
+        lambda rows: criterion(model(rows), targets), inputs.clone().requires_grad_()
+    )
+    with pytest.raises(ValueError, match="gradient would be"):
+        loss.backward()

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from scatterpar.batch.batch import batch_of
 from scatterpar.batch.joining import KnownTensors
 from scatterpar.batch.markers import count_rows
-from scatterpar.calls.call import CallOptions, Calls, is_recorded, require_grad
+from scatterpar.calls.call import CallOptions, Calls, require_grad
 from scatterpar.devices.device_ids import DeviceLike, resolve
 from scatterpar.devices.links import check_links
 from scatterpar.devices.transfers import Transfers
@@ -47,6 +47,7 @@ from scatterpar.objects.walk import register_wrapper
 from scatterpar.options.assigned_options import fixed, option
 from scatterpar.options.auto_accum import AutoAccum, Search
 from scatterpar.options.call_arguments import (
+    Arguments,
     explaining_keywords,
     read_arguments,
     same_arguments,
@@ -664,12 +665,13 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         """Call the module with the rows divided over the replicas, as
         ``nn.DataParallel`` does.
 
-        If grad mode is on, each replica runs its rows in one pass. If a parameter or an
-        input requires grad, too, the output has a graph, and ``backward()`` adds the
-        gradients of all replicas to the parameters, unless it runs inside of
-        ``no_sync()``. In training mode under ``torch.no_grad()`` rows are divided and
-        random numbers drawn in the same way, and so in a module with forward hooks.
-        Otherwise, under ``torch.no_grad()`` in evaluation mode, with
+        If grad mode is on, and a parameter, an input, or a buffer or attribute of the
+        module requires grad, the output has a graph: each replica runs its rows in one
+        pass, and ``backward()`` adds the gradients of all replicas to the parameters,
+        unless it runs inside of ``no_sync()``. In training mode under
+        ``torch.no_grad()`` rows are divided and random numbers drawn in the same way,
+        and so in a module with forward hooks.
+        Otherwise, without a graph in evaluation mode, with
         ``buffers="batch"`` or with a ``process_group``, rows run in micro-batches. With
         ``accum="auto"`` such a call starts again with more sub-steps if it runs out of
         memory.
@@ -704,15 +706,25 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         """
         arguments = read_arguments(inputs, kwargs)
         is_of_ranks = self._ranks is not None or self.buffer_policy == "batch"
+        if self._has_graph(arguments):
+            if is_of_ranks:
+                raise ValueError(_BELONGS_TO_STEPS)
+            return self.call_part(self.module, *arguments)
         if not is_of_ranks and self._calls.is_one_pass():
             return self.call_part(self.module, *arguments)
-        if is_of_ranks and is_recorded():
-            # Replicas have all that is trained, such as a buffer or a tensor in a list.
-            with self.replicas_for_update() as copies:
-                is_trained = bool(copies.slots.trained)
-            if is_trained or require_grad(arguments):
-                raise ValueError(_BELONGS_TO_STEPS)
         return self._map(self.module, inputs, kwargs)
+
+    def _has_graph(self, arguments: Arguments) -> bool:
+        """Whether torch would give the output of a call a graph."""
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return False
+        if any(parameter.requires_grad for parameter in self.module.parameters()):
+            return True
+        if require_grad(arguments):
+            return True
+        # Replicas have what else is trained, such as a buffer or a tensor in a list.
+        with self.replicas_for_update() as copies:
+            return bool(copies.slots.trained)
 
     def call_part(
         self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

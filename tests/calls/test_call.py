@@ -152,9 +152,6 @@ class Extra:
         self.scale = torch.full((3,), 0.7, dtype=torch.float64, requires_grad=True)
 
 
-SHARED = Extra()
-
-
 def frozen(forward, **attributes):
     def make():
         module = Own(forward, net=mlp().requires_grad_(False))
@@ -189,14 +186,6 @@ TRAINED = {
             heads={"a": nn.Linear(3, 2, dtype=torch.float64)},
         ),
         lambda net, _: net.heads["a"].weight,
-    ),
-    "an object in the arguments": (
-        frozen(lambda self, rows, extra: self.net(rows) * extra.scale),
-        lambda _, extra: extra.scale,
-    ),
-    "a global variable": (
-        frozen(lambda self, rows, _: self.net(rows) * SHARED.scale),
-        lambda *_: SHARED.scale,
     ),
 }
 

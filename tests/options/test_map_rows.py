@@ -48,8 +48,6 @@ def test_in_place_layers_spare_the_inputs():
     writes = Of(lambda _, inputs, number: inputs.add_(number.mul_(2)))
     inputs, number = INPUTS.clone(), torch.tensor(1.0).double()
     with ScatterOnceParallel(writes.eval(), 2, HOST) as engine:
-        with torch.no_grad():  # in micro-batches
-            engine(inputs, number)
         engine(inputs, number)
     DataParallelModel(writes, HOST)(inputs, number)
     assert torch.equal(inputs, INPUTS)
@@ -130,7 +128,7 @@ def test_errors_arrive_as_they_are(devices):
         return inputs
 
     with ScatterOnceParallel(Of(fails).eval(), 2, devices(3)) as engine:
-        with pytest.raises(KeyError, match="mine") as caught, torch.no_grad():
+        with pytest.raises(KeyError, match="mine") as caught:
             engine(INPUTS)
         assert caught.value.__notes__ == [
             note_of(2, devices(3)[2], 1, sub_steps=2, rows=(10,))

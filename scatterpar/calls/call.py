@@ -119,11 +119,6 @@ class OutputsOfReplicas:
     tensors: OutputTensors
 
 
-def is_recorded() -> bool:
-    """Whether autograd records what is computed at present."""
-    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-
-
 def require_grad(arguments: Arguments) -> bool:
     """Whether a tensor in the arguments of a call requires grad."""
     for atom in nested.atoms(arguments):
@@ -167,17 +162,14 @@ class Calls:
         self._norms: list[nn.Module] = []
         self._builds_of_norms = 0
         # Parts of the root whose rows or outputs cannot be divided, and why.
-        self._indivisible: dict[nn.Module, str] = {}
+        self._indivisible: dict[tuple[nn.Module, bool], str] = {}
 
     def is_one_pass(self) -> bool:
-        """Whether a replica computes its rows in one pass.
+        """Whether a replica computes its rows in one pass without a graph, too.
 
-        If autograd records, since ``forward`` may refer to anything that requires grad.
         In training mode, and if the user has forward hooks, which keep tensors of all
         rows.
         """
-        if is_recorded():
-            return True
         modules = modules_in(self._root)
         if any(module.training for module in modules):
             return True
@@ -224,7 +216,7 @@ class Calls:
             if module is self._root:
                 raise
             # A part of the root: what calls it has asked for no division.
-            self._indivisible[module] = why = str(error)
+            self._indivisible[module, module.training] = why = str(error)
         return self._on_master(module, arguments, why)
 
     def outputs(
@@ -246,8 +238,8 @@ class Calls:
         # Workers do not have its interpreters, and vmap hides a dimension of rows.
         if is_transformed():
             return "it runs in a transform of torch.func"
-        if module in self._indivisible:
-            return self._indivisible[module]
+        if (module, module.training) in self._indivisible:
+            return self._indivisible[module, module.training]
         computed = first_computed(modules_in(self._root))
         if computed is not None:
             pairs = self._root.named_parameters()

@@ -307,7 +307,7 @@ def _module_compares_rows(results: LookResults, finding: Finding) -> Verdict:
         "Mask padding. Check batch_first= and dim=. Pass a value without rows as "
         "Replicated(value), and a list with one entry per row as Rows(list).",
         "If the module compares rows with each other, do that in the criterion, with "
-        "whole_batch=True. With a home-made batch normalisation do nothing.",
+        "whole_batch=True. A batch normalisation of your own has such differences.",
     )
     return replace(verdict, compares_rows=True)
 

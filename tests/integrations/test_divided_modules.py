@@ -317,6 +317,28 @@ def test_part_that_is_not_divided_is_told_once(kind, recwarn):
     divided.close()
 
 
+def test_part_of_training_is_divided_in_evaluation():
+    """It stayed on the first device, where its rows are independent."""
+    sizes = []
+
+    class LessMeanInTraining(LessMean):
+        def forward(self, rows):
+            sizes.append(len(rows))
+            return super().forward(rows) if self.training else self.scale * rows
+
+    model = build(lambda: nn.Sequential(LessMeanInTraining(), nn.Tanh()))
+    divided = DividedModules(model, VIRTUAL)
+    with pytest.warns(match="computed on the first device"), divided.step(ROWS):
+        model[0](ROWS)
+    assert sizes[-1] == len(ROWS)
+    model.eval()
+    sizes.clear()
+    with torch.no_grad(), divided.step(ROWS):
+        model[0](ROWS)
+    assert max(sizes) < len(ROWS)
+    divided.close()
+
+
 @pytest.mark.parametrize("rows", [ROWS[:1], ROWS, {"words": ["a", "b"]}])
 def test_single_row_on_the_master_is_told_once(rows, recwarn, divided_calls):
     """As torch's layers take it: a vector, without a dimension of rows."""

@@ -840,7 +840,7 @@ SABOTAGES = [
         place="CallGradients._end_pass",
         text="for key in waiting.keys() - self._marks.keys():",
         replacement="for key in ():",
-        seen_by="test_pass_that_fails_at_its_end_leaves_nothing",
+        seen_by="test_pass_that_fails_at_its_end_keeps_nothing",
     ),
     Sabotage(
         name="-1 and -2 select the same output",
@@ -858,7 +858,7 @@ SABOTAGES = [
         place="DataParallelCriterion.forward",
         text="is_again = self._has_looked and current_graph_task() != -1",
         replacement="is_again = current_graph_task() != -1",
-        seen_by="test_criterion_that_begins_in_a_backward_pass_is_checked",
+        seen_by="test_criterion_in_a_backward_pass_is_checked",
     ),
     Sabotage(
         name="a frozen module in evaluation trains nothing else",

@@ -882,7 +882,7 @@ class RowOfWeight(nn.Module):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_pass_that_fails_at_its_end_leaves_nothing(pair, set_to_none, monkeypatch):
+def test_pass_that_fails_at_its_end_keeps_nothing(pair, set_to_none, monkeypatch):
     """Memory ran out while gradients began to wait. The first ones stayed, and nobody
     saw that the user dropped them.
     """

@@ -420,7 +420,7 @@ class LossInBackward(torch.autograd.Function):
         return None, rows.grad
 
 
-def test_criterion_that_begins_in_a_backward_pass_is_checked(devices):
+def test_criterion_in_a_backward_pass_is_checked(devices):
     """Any call in a backward pass was taken for the second one of a checkpoint."""
     inputs, targets = BATCH
     model = DataParallelModel(build(linear), devices(3))

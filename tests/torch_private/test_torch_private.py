@@ -153,7 +153,7 @@ def test_never_compiled_asks_for_no_compiler(monkeypatch):
     assert "torch._dynamo" not in sys.modules
 
 
-def test_cache_of_parametrizations_has_what_others_entered():
+def test_cache_of_parametrizations_counts_threads():
     """Another thread that entered, or left, meanwhile left the cache on for ever."""
     of_others = parametrize.cached()
     with parametrizations_uncached:

@@ -340,9 +340,9 @@ def _join_remedy(
     if k != "k":
         return in_rows
     lists = (
-        "If rows have different numbers of entries, as graphs have nodes, pass "
-        "Rows(graphs) as inputs, and return list(output.split(sizes)), one tensor per "
-        "row, from forward"
+        "If rows have different numbers of entries (such as graphs, whose entries are "
+        "nodes), pass Rows(graphs) as inputs, and return list(output.split(sizes)), "
+        "one tensor per row, from forward"
     )
     if names_map:
         lists += ", or from a function for engine.map"

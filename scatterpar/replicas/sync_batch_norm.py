@@ -370,9 +370,10 @@ class SynchronisedForward:
         if seat.meeting.is_turn_of(seat.replica, seat.number):
             raise RuntimeError(
                 f"the criterion computes a gradient through {self._name!r}. In this "
-                "layer all replicas meet, but a criterion that is a function is called "
-                "by one replica at a time, which would wait for ever; write the "
-                "criterion as an nn.Module, of which each replica has a copy"
+                "layer each replica waits for all others. A criterion that is a "
+                "function is called by one replica at a time, so this replica would "
+                "wait for ever; write the criterion as an nn.Module, of which each "
+                "replica has a copy"
             )
         streams = []
         if has_streams(moments.packed.device):

@@ -182,8 +182,8 @@ class Trial:
             zeros = zeros_of_all([result.gradients for result in everything])
             if not zeros:
                 raise ValueError(
-                    "all gradients have other shapes in parts than in the whole batch, "
-                    "as FSDP's flat parameters have on ranks; use fully_shard: "
+                    "each gradient of a part has another shape than of the whole "
+                    "batch, as for FSDP's flat parameters; use fully_shard: "
                     "splitcheck puts its shards together"
                 )
             self.runs.zeros = zeros

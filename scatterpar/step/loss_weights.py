@@ -323,7 +323,7 @@ def _count(
         )
     if shifted and labels.ndim < 2:
         raise ValueError(
-            f"shifted=True needs labels with a dimension 1, got shape "
+            f"shifted=True needs labels of two or more dimensions, got shape "
             f"{tuple(labels.shape)}; pass labels with one entry per token, or leave "
             "shifted=True out"
         )

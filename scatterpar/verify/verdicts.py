@@ -190,9 +190,9 @@ def error_of_replica(
     verdict = _refused(
         f"{name}: the loss of {num_rows} rows is {loss:.4g} with your own module in "
         f"plain torch, but an error on a replica: {type(error).__name__}: {error}",
-        "A replica is a copy of the module. Code that reaches your own module, "
-        "through a global variable or in autograd.grad of your own parameters, does "
-        "not use the copy. "
+        "A replica is a copy of the module. Code does not use the copy if it names "
+        "your own module in a global variable, or passes your own parameters to "
+        "autograd.grad. "
         f"If the loss reads a value that forward sets on the module, {RETURN}.",
         "No count=, reduction= or whole_batch= says that.",
     )

@@ -551,7 +551,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
             LABELLED,
             lambda m: lambda o, t: m.kept[0] + in_a_def(o, t),
         ),
-        "but an error on a replica.*autograd.grad of your own",
+        "but an error on a replica.*parameters to autograd.grad",
     ),
 }
 

@@ -183,7 +183,7 @@ class Trial:
             if not zeros:
                 raise ValueError(
                     "each gradient of a part has another shape than of the whole "
-                    "batch, as for FSDP's flat parameters; use fully_shard: "
+                    "batch, as FSDP's flat parameters do on ranks; use fully_shard: "
                     "splitcheck puts its shards together"
                 )
             self.runs.zeros = zeros

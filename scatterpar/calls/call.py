@@ -270,7 +270,8 @@ class Calls:
         self, module: nn.Module, arguments: Arguments, options: CallOptions, rows: int
     ) -> Iterator[OutputsOfReplicas]:
         """Call all replicas. If the body fails, the call has failed."""
-        refuse_without_events(self._device_ids)
+        if torch.is_grad_enabled():
+            refuse_without_events(self._device_ids)
         args, kwargs = arguments
         plan = make_plan(rows, self._device_ids, shares=options.shares)
         transfers = AutogradTransfers()

@@ -93,7 +93,7 @@ def refuse_without_events(devices: Sequence[torch.device]) -> None:
     if len(set(devices)) > 1 and is_async(first) and not has_streams(first):
         raise ValueError(
             f"device_ids: {first} has no events, which autograd needs between devices; "
-            "use one device, or forward_backward of the engine, which needs none"
+            "use one device, or forward_backward of the engine, or torch.no_grad()"
         )
 
 

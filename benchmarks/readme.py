@@ -21,8 +21,10 @@ ROOT = HERE.parent
 
 MODELS = {"cnn": "small CNN", "mlp": "MLP", "resnet20": "ResNet-20"}
 PEERS = {
-    "the plain loop with the same micro-batches": ["plain loop, 32 sub-steps"],
-    "a plain loop with 16 micro-batches of 256 rows, or `nn.DataParallel` in such a loop (on a CPU it only calls the module)": [
+    "a plain loop with 32 micro-batches of 128 rows, as in scatterpar (16 on each of 2 replicas)": [
+        "plain loop, 32 sub-steps"
+    ],
+    "`nn.DataParallel` in a loop with 16 micro-batches of 256 rows (on a CPU it is the plain loop)": [
         "nn.DataParallel x 16"
     ],
     "DDP with `no_sync`, or accelerate, whichever was faster, in two processes": [
@@ -31,9 +33,9 @@ PEERS = {
     ],
 }
 NAMES = {
-    "plain loop, 32 sub-steps": "loop, same micro-batches",
-    "plain loop, 16 sub-steps": "loop, larger micro-batches",
-    "nn.DataParallel x 16": "loop, larger micro-batches",
+    "plain loop, 32 sub-steps": "loop of 32",
+    "plain loop, 16 sub-steps": "loop of 16",
+    "nn.DataParallel x 16": "loop of 16",
     "DistributedDataParallel, no_sync": "DDP",
     "accelerate, accumulate": "accelerate",
 }

@@ -537,7 +537,7 @@ def test_hook_that_comes_later_is_seen():
 UNSEEN = [
     f"more than {LONGEST_CHAIN} levels",
     f"more than {MAX_ENTRIES:,} entries",
-    "attributes of a library's module",
+    "global variables of a library",
     "`sys.modules`",
     "`os.environ`",
     "`functools.lru_cache`",

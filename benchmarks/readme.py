@@ -24,7 +24,7 @@ PEERS = {
     "a plain loop with 32 micro-batches of 128 rows, as in scatterpar (16 on each of 2 replicas)": [
         "plain loop, 32 sub-steps"
     ],
-    "`nn.DataParallel` in a loop with 16 micro-batches of 256 rows (on a CPU it is the plain loop)": [
+    "`nn.DataParallel` in a loop with 16 micro-batches of 256 rows (on a CPU it only calls the module)": [
         "nn.DataParallel x 16"
     ],
     "DDP with `no_sync`, or accelerate, whichever was faster, in two processes": [
@@ -158,14 +158,14 @@ def _microseconds_in_row(number: int, column: int) -> Callable[[Any], str]:
 _MEASURED: list[tuple[str, str, str, Callable[[Any], str]]] = [
     (
         "many_cards/launchers.json",
-        "a step of 8 replicas that only launches kernels, in two processes with 4 replicas each",
-        "one process of 8",
+        "time of a step with nearly no computation: two processes, 4 replicas each",
+        "one process, 8 replicas",
         _of_launchers(2),
     ),
     (
         "many_cards/launchers.json",
-        "the same, in four processes of 2",
-        "one process of 8",
+        "the same: four processes, 2 replicas each",
+        "one process, 8 replicas",
         _of_launchers(4),
     ),
     (

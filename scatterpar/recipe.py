@@ -100,15 +100,16 @@ def gradual_warmup(
 
 def _refuse_other_or_stepped(after: LRScheduler, optimizer: Optimizer) -> None:
     """Refuse a scheduler that belongs to another optimizer or has been stepped."""
-    is_same = after.optimizer is optimizer
-    if is_same and after.last_epoch == 0:
-        return
-    which = "this" if is_same else "another"
-    raise ValueError(
-        f"`after` belongs to {which} optimizer, and is at step {after.last_epoch}; "
-        "make the scheduler anew, right before this call, with the same optimizer, "
-        "and do not step it"
-    )
+    if after.optimizer is not optimizer:
+        raise ValueError(
+            "the scheduler `after` was made with another optimizer than the warm-up; "
+            "make both with the same optimizer"
+        )
+    if after.last_epoch != 0:
+        raise ValueError(
+            f"the scheduler `after` is at step {after.last_epoch} already; make a new "
+            "scheduler right before you call gradual_warmup, and do not step it"
+        )
 
 
 class _GradualWarmup(LRScheduler):

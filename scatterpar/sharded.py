@@ -167,9 +167,9 @@ class ShardedOptimizer(Optimizer):
                 f"{name} cannot be sharded: its update of a parameter may depend on "
                 "other parameters, since it is none of the known optimizers of torch "
                 f"and bitsandbytes; use {name}(engine.module.parameters(), …) itself. "
-                "Or pass elementwise=True, if its updates do not depend on other "
-                "parameters, and it writes the parameters in param_groups, keeps the "
-                "state of each parameter in state[parameter], and needs no closure"
+                "Or pass elementwise=True, if its update of a parameter depends on no "
+                "other parameter, its state is in state[parameter] as in torch's own "
+                "optimizers, and its step() needs no closure"
             )
         # torch's constructor makes groups and state, which are those of ``plain``.
         self._plain: Any = SimpleNamespace()

@@ -307,17 +307,18 @@ def _join_remedy(
     if kind is Entries.FIXED:
         size = atoms[0].size(dim)
         return (
-            f"this output has {size} entries for any number of rows, and a micro-batch "
-            f"happens to have {size} rows. Return what the output is computed from, "
-            "one entry per row, and compute the output from the joined entries"
+            f"if the output has {size} entries for any number of rows (and a "
+            f"micro-batch has {size} rows by coincidence), return from forward what "
+            "the output is computed from, one entry per row, and compute the output "
+            "after the call"
         )
     sizes = [tensor.shape[-1:] for tensor in atoms]
     may_be_pairs = kind is Entries.OTHERS or len(set(rows)) > 1
     if may_be_pairs and sizes == [(num_rows,) for num_rows in rows]:
         return (
-            "return the features of each row: a matrix of all pairs of rows has only "
-            "the pairs within a micro-batch. Compute the matrix from the joined "
-            "outputs (in training in the criterion, with whole_batch=True)"
+            "if the output is a matrix of all pairs of rows, return the features of "
+            "each row in its place, and compute the matrix after the call (in training "
+            "in the criterion, with whole_batch=True)"
         )
     entries: set[int] = set()
     for tensor, num_rows in zip(atoms, rows, strict=True):
@@ -327,22 +328,22 @@ def _join_remedy(
         if names_map:
             return "pad other dimensions to one size with engine.map(…, pad=value)"
         return (
-            "pad other dimensions to one size in forward, as "
-            "pad_packed_sequence(…, total_length=…) does"
+            "pad other dimensions to one size in forward, such as with "
+            "pad_packed_sequence(…, total_length=…)"
         )
     k = max(entries) if len(entries) == 1 and max(entries) > 1 else "k"
     in_rows = (
-        f"for {k} entries per row return output.reshape(rows, {k}, …). In the place of "
-        "torch.cat([a, b]) return torch.stack([a, b], 1). To leave this output out, "
-        "pass return_outputs=function"
+        f"if each row has {k} entries, return output.reshape(rows, {k}, …). If forward "
+        "returns torch.cat([a, b]), return torch.stack([a, b], 1) in its place. If you "
+        "do not need this output, leave it out with a function as return_outputs="
     )
     # A fixed number per row is not that of the nodes of graphs.
     if k != "k":
         return in_rows
     lists = (
-        "If rows have different numbers of entries (such as graphs, whose entries are "
-        "nodes), pass Rows(graphs) as inputs, and return list(output.split(sizes)), "
-        "one tensor per row, from forward"
+        "If rows have different numbers of entries, such as the nodes of graphs, pass "
+        "Rows(graphs) as inputs, and return list(output.split(sizes)), one tensor per "
+        "row, from forward"
     )
     if names_map:
         lists += ", or from a function for engine.map"

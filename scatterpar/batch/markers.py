@@ -327,10 +327,10 @@ def count_rows(
             listed += f" and {len(sizes) - _SHOWN_SIZES} more"
         raise ValueError(
             f"tensors of the batch have different numbers of rows along dim={dim}: "
-            f"{listed}; {_views_of(sizes)}transpose a tensor whose rows are along "
-            "another dimension, such as the state of a recurrent layer "
-            "(state.transpose(0, 1)). Pass a value without rows as Replicated(value), "
-            "and a list with one entry per row as Rows(entries)"
+            f"{listed}; {_views_of(sizes)}if a tensor has its rows along another "
+            "dimension, transpose it: state.transpose(0, 1) for the state of a "
+            "recurrent layer. If a value has no rows, pass Replicated(value). If a "
+            "list has one entry per row, pass Rows(entries)"
         )
     (rows,) = sizes
     if rows == 0:
@@ -353,9 +353,9 @@ def _views_of(sizes: Collection[int]) -> str:
     if views > _MAX_VIEWS:
         return ""
     return (
-        f"if one tensor has {views} views of each row ({many} = {views} * {few}), pass "
-        f"a tuple of {views} tensors as arguments of the module, or repeat the "
-        f"targets, targets.repeat({views}); otherwise "
+        f"if a tensor has {views} versions of each row, such as augmented images, pass "
+        "each version as an argument of its own, or repeat the targets: "
+        f"targets.repeat({views}). Otherwise, "
     )
 
 

@@ -533,7 +533,7 @@ class Calls:
         if is_checked and not bool(torch.isfinite(number)):
             raise FloatingPointError(
                 f"a number that the module returns is {float(number.detach())}, and "
-                "check_finite=True; nothing was changed. Check the rows of this call"
+                "check_finite=True; check the rows of this call. Nothing was changed"
             )
         return number
 

@@ -664,9 +664,9 @@ class CallGradients:
             warn(
                 "hooks on parameters run more than once, each time with a part of the "
                 "gradient; if a reentrant checkpoint uses the parameter, write "
-                "checkpoint(…, use_reentrant=False). If the parameter got gradients "
-                "inside of no_sync(), the backward pass outside of it must use the "
-                "parameter as well"
+                "checkpoint(…, use_reentrant=False). If a loss inside of no_sync() "
+                "uses the parameter, the loss of the next backward pass outside of "
+                "no_sync() has to use it, too"
             )
 
     def _nothing(self) -> ByReplica:

@@ -220,9 +220,9 @@ class ReplicasOfCall:
             self._has_told_of_hooks = True
             warn(
                 "hooks inside of the module run once per replica, each for its own "
-                "rows; the engine joins tensors with rows that hooks keep in "
-                "attributes of modules, in lists or in dicts. Of anything else that "
-                "hooks write, you get what the hooks of replica 0 wrote"
+                "rows; nothing to do if hooks keep tensors with one entry per row: the "
+                "engine joins them. If hooks keep other values, you get the values of "
+                "replica 0 only"
             )
         # By identity: equal lists are not the same list.
         boxes = list(_boxes_of(hooks)) if hooks else []

@@ -90,5 +90,5 @@ def only_frozen(subject: str, tensor: Tensor) -> TypeError:
     return TypeError(
         f"{subject}, a {type(tensor).__name__}, which is {kind}: replicas have copies "
         "of parameters of this kind only if they are frozen; freeze this tensor by "
-        f".requires_grad_(False) and train adapters, or {remedy}"
+        f".requires_grad_(False) and train adapters. Or {remedy}"
     )

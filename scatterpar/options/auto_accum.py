@@ -231,12 +231,10 @@ class Search(Tries[Result]):
             too_large = self._plan_of(accum - 1)
             self._too_many_rows[self._key] = max(too_large.substep_rows)
             function = name_of_function(self._function)
-            calls = (
-                f" for calls of {function} without gradients, with {self._rows} rows"
-            )
+            calls = f" for {function} with {self._rows} rows and without gradients"
         warn(
             f'accum="auto": {self._request.rows} rows with accum={earlier} ran out '
-            f"of memory; accum={accum} is the smallest that fits, and is kept{calls}"
+            f"of memory, and accum={accum} is the smallest that fits. It is kept{calls}"
         )
 
 

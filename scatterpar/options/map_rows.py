@@ -204,9 +204,9 @@ class _Work:
         if any(_is_of(value, replica_set) for value in bound):
             raise ValueError(
                 "the function refers to the module itself, which is on one device; use "
-                "the function's first argument, the replica, as in lambda replica, x: "
-                "replica.generate(x), or pass a method of the module, such as "
-                "model.generate"
+                "the replica that the function gets as its first argument, as in "
+                "lambda replica, x: replica.generate(x), or pass a method of the "
+                "module, such as model.generate"
             )
         self._calls = [partial(function, replica.root) for replica in replicas]
 

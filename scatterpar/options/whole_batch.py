@@ -210,7 +210,8 @@ class Passes:
             if not agrees:
                 proceed(sub_step)
                 raise RuntimeError(
-                    f"the second forward pass gave other outputs than the first: {_WHY}"
+                    "whole_batch=True runs forward twice, and the second pass gave "
+                    f"other outputs than the first; {_REMEDIES}"
                 )
 
     def _recompute(self, sub_step: int) -> list[Tensor]:
@@ -364,8 +365,8 @@ class WholeBatch:
         if is_list or targets.has_marked_rows:
             values = "outputs that are lists" if is_list else "targets with a marker"
             raise ValueError(
-                f"whole_batch=True with a process_group cannot join {values} of rows "
-                f"across ranks; use tensors instead, of the same length on all ranks"
+                f"whole_batch=True with a process_group joins tensors across ranks, "
+                f"but not {values}; pad to tensors of the same length on all ranks"
             )
         self._pieces, self._rows, self._targets, seed = ranks.outputs_of_all(
             self._pieces,
@@ -517,8 +518,8 @@ def agreements(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tens
     """
     if list(map(_output_kind, tensors)) != list(map(_output_kind, leaves)):
         raise RuntimeError(
-            "the second forward pass gave outputs of another kind than the first: "
-            f"{_WHY}"
+            "whole_batch=True runs forward twice, and the second pass gave outputs of "
+            f"another number, shape or dtype than the first; {_REMEDIES}"
         )
     agreed: list[Tensor] = []
     for tensor, leaf in zip(tensors, leaves, strict=True):
@@ -545,9 +546,8 @@ def _agree(second: Tensor, first: Tensor) -> Tensor:
     return agree
 
 
-_WHY = (
-    "the module depends on something that differs between the two passes, such as the "
-    "random numbers of Python or NumPy, or a counter outside of the module; draw from "
-    "torch's generators and keep state in the module, or use one sub-step per replica: "
-    "forward then runs once. Nothing was changed"
+_REMEDIES = (
+    "if forward draws the random numbers of Python or NumPy, draw torch's. If it reads "
+    "a counter outside of the module, keep the counter in the module. Or use one "
+    "sub-step per replica, with which forward runs once. Nothing was changed"
 )

@@ -471,14 +471,13 @@ class DataParallelCriterion(_OfPair[Criterion]):
                 raise ValueError(
                     f"output {share.replica} of shape {' and '.join(shapes)} has "
                     f"{sizes[0]} entries along dim={self.dim}, but its share of the "
-                    f"targets has {share.rows} rows; pass outputs and targets of one "
-                    "batch. The model has to return one entry per row along that "
-                    "dimension. For k entries per row return output.reshape(rows, k, "
-                    "…). In the place of torch.cat([a, b]) return torch.stack([a, b], "
-                    "1). For rows in dimension 1 return output.transpose(0, 1), and "
-                    "transpose it back in the criterion. ScatterOnceParallel takes any "
-                    "output, because its criterion gets the output of a micro-batch as "
-                    "it is"
+                    f"targets has {share.rows} rows; if they are of two batches, pass "
+                    "outputs and targets of one batch. If each row has k entries, "
+                    "return output.reshape(rows, k, …). If forward returns "
+                    "torch.cat([a, b]), return torch.stack([a, b], 1) in its place. If "
+                    "the rows are in dimension 1, return output.transpose(0, 1), and "
+                    "transpose it back in the criterion. Otherwise, train with "
+                    "ScatterOnceParallel, which takes outputs of any shape"
                 )
         return plan
 
@@ -565,9 +564,9 @@ def _rows_of(outputs: Sequence[Any], dim: int) -> list[int]:
     if not all(map(_are_equal, numbers)):
         raise ValueError(
             f"{len(outputs)} numbers cannot be averaged, because it is unknown how "
-            "many rows each number stands for; gather the outputs of "
-            "DataParallelModel before you compute with them, or gather tuples "
-            "(number, output), in which the output has one entry per row"
+            "many rows each number stands for; gather the outputs first, and compute "
+            "the number from all of them. Or gather tuples (number, output): each "
+            "number is then weighted by the rows of its output"
         )
     return [1] * len(outputs)
 

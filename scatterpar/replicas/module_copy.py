@@ -215,7 +215,7 @@ def _warn_of_global(function: types.FunctionType, name: str) -> None:
     """
     warn(
         f"the function {function.__qualname__}, which the module holds, uses the "
-        f"global variable {name!r}: replicas that call this function use your own "
-        "module there, and not their copies; define the function inside of another "
-        f"one, so that it closes over {name!r}, or bind {name!r} with functools.partial"
+        f"global variable {name!r}. On every replica this is your own module, and not "
+        f"the replica's copy; make {name!r} an argument of the function, and bind it "
+        f"with functools.partial(function, {name}={name})"
     )

@@ -177,13 +177,13 @@ class ParameterGuard:
         if is_first:
             remedy = (
                 "if only the module's first call writes it (initialisation by data), "
-                "call the module once under torch.no_grad() before the first step; "
-                "otherwise "
+                "call the module once under torch.no_grad() before the first step. "
+                "Otherwise, "
             )
         yield RuntimeError(
             f"the forward pass writes the parameter {name}, which all replicas read: "
             f"{outcome}; {remedy}write the parameter after the optimizer's step, or "
-            "keep the values that forward writes in a buffer (register_buffer)"
+            "make it a buffer (register_buffer)"
         )
 
     def _restore_places(self, numbers: Iterable[int]) -> None:

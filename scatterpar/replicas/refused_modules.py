@@ -40,26 +40,25 @@ def refuse_uncopied(name: str, tensor: Tensor) -> None:
     ``name`` begins the error: which tensor it is. The memory of replicas is laid out
     by strides, which the others do not have, or not on the device ``meta``.
     """
-    kind = plain = ""
+    kind = remedy = ""
     if len(pieces_of(tensor)) > 1:
         kind = "sparse"
-        plain = (
-            "its indices and values; or pass it with the batch, as "
-            "scatterpar.Replicated(tensor)"
+        remedy = (
+            "register its indices and values as buffers. Or pass the tensor with the "
+            "batch, as scatterpar.Replicated(tensor)"
         )
     elif tensor.is_quantized:
         kind = "quantised"
-        plain = "its .int_repr(), scale and zero point"
+        remedy = "register its .int_repr(), scale and zero point as buffers"
     elif tensor.is_nested:
         kind = "nested"
-        plain = "its .values() and .offsets()"
+        remedy = "register its .values() and .offsets() as buffers"
     elif tensor.is_mkldnn:
         kind = "oneDNN"
-        plain = "its .to_dense()"
+        remedy = "register its .to_dense() as a buffer"
     if kind:
         raise TypeError(
-            f"{name} is a {kind} tensor, which replicas do not copy; instead, "
-            f"register as plain buffers {plain}"
+            f"{name} is a {kind} tensor, which replicas do not copy; {remedy}"
         )
 
 

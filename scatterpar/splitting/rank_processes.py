@@ -287,9 +287,8 @@ def _results(
             if isinstance(answer, _Failure):
                 places.append(f"rank {rank} is at {answer.place}")
         raise TimeoutError(
-            f"{len(places)} of {size} ranks have not ended after {seconds:g} s; call "
-            f"the same collectives on all ranks, or pass a longer timeout=. "
-            f"{'; '.join(places)}"
+            f"ranks have not ended after {seconds:g} s: {', '.join(places)}; call the "
+            f"same collectives on all {size} ranks, or pass a longer timeout="
         )
     return results
 

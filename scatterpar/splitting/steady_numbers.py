@@ -60,9 +60,9 @@ def first_reference(
     vanished = _vanished(result, as_drawn, limit)
     if len(vanished) == len(as_drawn.gradients) or is_zero(result.gradients):
         raise ValueError(
-            "the gradient is zero with the constant numbers that random operators "
-            "give in splitcheck, so nothing can be compared; draw the random numbers "
-            "before you call splitcheck, and pass them in batch"
+            "splitcheck replaces random numbers by constants, and with these the "
+            "gradient is zero, so that nothing can be compared; draw the random "
+            "numbers before you call splitcheck, and pass them in batch"
         )
     unseen: list[str] = []
     if vanished:

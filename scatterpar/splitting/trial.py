@@ -182,9 +182,9 @@ class Trial:
             zeros = zeros_of_all([result.gradients for result in everything])
             if not zeros:
                 raise ValueError(
-                    "each gradient of a part has another shape than of the whole "
-                    "batch, as FSDP's flat parameters do on ranks; use fully_shard: "
-                    "splitcheck puts its shards together"
+                    "the gradients of parts have other shapes than the gradient of "
+                    "the whole batch, for example because FSDP flattens parameters; "
+                    "use fully_shard, whose shards splitcheck joins"
                 )
             self.runs.zeros = zeros
             self.runs.align(everything)

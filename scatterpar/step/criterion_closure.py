@@ -109,9 +109,8 @@ def not_replicated(
         f"a gradient arrives at {name}, of which replicas have no copy; to train this "
         "parameter, bind its network with functools.partial(criterion, net=net), or "
         "make the criterion an nn.Module that has the network. If you do not want to "
-        "train it, call net.requires_grad_(False). For a penalty on the model's "
-        "weights write "
-        "(engine.loss(…) + penalty(model)).backward(). Nothing was changed"
+        "train it, call net.requires_grad_(False). If it is a weight in a penalty, "
+        "write (engine.loss(…) + penalty(model)).backward(). Nothing was changed"
     )
 
 

@@ -73,10 +73,10 @@ def misfit_of_dataclass(
                 f"batch.{field.name}" for field in dataclasses.fields(value)
             )
             return TypeError(
-                f"inputs: {type(module).__name__} gets a {kind}, a dataclass, as one "
-                "argument, and uses it as a tensor; pass the tensors that forward "
-                f"takes: as a tuple, of {fields}, in the order of forward's arguments, "
-                "or as a dict by their names, such as vars(batch)"
+                f"inputs: forward of {type(module).__name__} uses its first argument "
+                f"as a tensor, and gets a whole {kind}, a dataclass; pass its tensors "
+                f"as a tuple ({fields}), in the order of forward's arguments, or by "
+                "name, as vars(batch)"
             )
     return None
 
@@ -107,10 +107,9 @@ def _as_function_of_both(
         ("*output, *targets", (*of_output, *of_targets)),
         ("output", (None,)),
     ]
-    for form, args in forms:
-        if _misfit(criterion, args, {}) is None:
-            return f"lambda output, targets: criterion({form})"
-    return "lambda output, targets: …, which may ignore one of the two"
+    fitting = [form for form, args in forms if _misfit(criterion, args, {}) is None]
+    form = fitting[0] if fitting else "…"
+    return f"lambda output, targets: criterion({form})"
 
 
 def _spread(value: Any) -> Sequence[None]:

@@ -28,9 +28,9 @@ from scatterpar.torch_private.autograd import saved_tensors
 
 RowAccess = tuple[str, str]  # who has written, and what
 _WRITES_ARE_LOST = (
-    "The replicas write into copies, and your tensors keep their old values; to keep "
-    "the new values, return them from forward with return_outputs=True, and write them "
-    "into your tensors after the step. If you do not need the new values, do nothing."
+    "The replicas write into copies, and your tensors keep their old values; nothing "
+    "to do if you do not need the new values. If you need them, return them from "
+    "forward with return_outputs=True, and write them into your tensors after the step."
 )
 
 

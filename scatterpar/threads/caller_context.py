@@ -103,9 +103,9 @@ def warn_of_what_replicas_lack() -> None:
     names = modes()
     if names:
         warn(
-            f"{', '.join(names)}: sees the caller's thread only, and not the threads "
-            "in which replicas compute; enter this mode in the module's forward, or "
-            "use one replica"
+            f"{', '.join(names)}: a mode sees only the thread in which it was entered, "
+            "and replicas compute in other threads; enter the mode in the module's "
+            "forward, or use one replica"
         )
     if is_profiled():
         warn(

@@ -30,7 +30,7 @@ def turns_are_taken(look_request: LookRequest) -> str:
         f"{look_request.loss} reads a value that forward passes leave behind, for "
         "example by a hook. All replicas share this value, so they compute one after "
         "the other, which is slower.",
-        f"To let them compute at the same time, {RETURN}.",
+        f"The results are right. To let replicas compute at the same time, {RETURN}.",
         "Or pass verify=False.",
     )
 
@@ -38,13 +38,14 @@ def turns_are_taken(look_request: LookRequest) -> str:
 def state_is_moved(look_request: LookRequest, names: Sequence[str]) -> str:
     """Sub-steps move state with these ``names``."""
     return in_lines(
-        f"forward passes move {shortened(', '.join(names))}: their values change in "
-        "each sub-step, on each replica separately. Attributes begin the next step "
-        "with the values that they have in your module.",
-        "Change this state once per step, outside of forward. Or keep it in a buffer, "
-        "and train on one replica with one sub-step. If the criterion changes the "
-        "state, keep it in a buffer of the criterion, and pass whole_batch=True (with "
-        "the pair, call the criterion on gather(outputs, device)).",
+        f"forward passes move {shortened(', '.join(names))} to new values, in each "
+        "sub-step and on each replica separately.",
+        "Change this state once per step, outside of forward. If forward has to change "
+        "it, keep it in a buffer, and train on one replica with one sub-step. If the "
+        "criterion changes it, keep it in a buffer of the criterion, and pass "
+        "whole_batch=True. With the pair, call the criterion on "
+        "gather(outputs, device).",
+        "Attributes begin the next step with the values that they have in your module. "
         "docs/limits.md, State in modules.",
     )
 
@@ -52,9 +53,10 @@ def state_is_moved(look_request: LookRequest, names: Sequence[str]) -> str:
 def tensor_was_not_saved(shape: tuple[int, ...]) -> str:
     """User code writes a tensor that is too large to be saved."""
     return in_lines(
-        f"your code writes a tensor of shape {shape}, above 64 MiB. The check of a "
-        "few rows does not save such tensors, so what it wrote stays.",
-        "Keep this tensor in a buffer of the module, or pass verify=False.",
+        f"your code writes a tensor of shape {shape}, above 64 MiB. The check before "
+        "a step ran your code, and cannot undo this write.",
+        "Register the tensor as a buffer of the module: its values are restored after "
+        "the check. Or pass verify=False, which leaves the check out.",
     )
 
 
@@ -78,9 +80,10 @@ def another_candidate_fits(look_request: LookRequest, candidate: LossCandidate) 
     """The rows show another candidate than the one that was assumed so far."""
     mean_or_sum = candidate.words
     another = look_request.candidates[0].words
+    remedies = look_request.ways.remedies
     return in_lines(
         f"{look_request.loss} is {mean_or_sum}, as the rows of this step show.",
-        f"Earlier steps assumed {another}. {look_request.ways.remedies}",
+        f"Earlier steps assumed {another}: their gradients may be wrong. {remedies}",
     )
 
 

@@ -61,9 +61,9 @@ _REMEDIES_OF_PAIR = (
 )
 
 _NORMALISES = in_lines(
-    "the criterion has a batch normalisation, whose statistics are those of each "
-    "replica's outputs.",
-    "Call the plain criterion on gather(outputs, device).",
+    "the criterion has a batch normalisation. DataParallelCriterion computes one loss "
+    "per device, and normalises over the rows of this device only.",
+    "To normalise over all rows, call your own criterion on gather(outputs, device).",
 )
 
 

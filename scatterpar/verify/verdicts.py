@@ -176,8 +176,9 @@ def refused_injection(name: str, size: str = "") -> Verdict:
     return _refused(
         f"{name} adds a gradient that is not that of the loss, in the backward pass of "
         f"an autograd.Function or a hook{size}.",
-        "Return from forward what the auxiliary loss is computed from, and compute "
-        "this loss in the criterion. The engine then weights it by the number of rows.",
+        "If this is the gradient of an auxiliary loss, such as the balance loss of a "
+        "router, return from forward what the auxiliary loss is computed from, and "
+        "add the auxiliary loss in the criterion.",
         "Such a gradient is added in full by each part of the batch, however few rows "
         "it has. No count=, reduction= or whole_batch= says that.",
     )
@@ -190,10 +191,10 @@ def error_of_replica(
     verdict = _refused(
         f"{name}: the loss of {num_rows} rows is {loss:.4g} with your own module in "
         f"plain torch, but an error on a replica: {type(error).__name__}: {error}",
-        "A replica is a copy of the module. Code does not use the copy if it names "
-        "your own module in a global variable, or passes your own parameters to "
-        "autograd.grad. "
-        f"If the loss reads a value that forward sets on the module, {RETURN}.",
+        f"If the loss reads a value that forward sets on the module, {RETURN}. "
+        "If code uses your module through a global variable, move it into forward, and "
+        "use self. If the loss passes your module's parameters to autograd.grad, read "
+        "docs/losses.md, Two losses with an adaptive weight.",
         "No count=, reduction= or whole_batch= says that.",
     )
     return replace(verdict, error=error)
@@ -205,17 +206,18 @@ def taken_for_rows(shape: Sequence[int] | int, dim: int) -> Verdict:
     ``shape`` is that of a tensor, or the length of a list.
     """
     if isinstance(shape, int):
+        num_values = shape
         return _refused(
-            f"an output that is a list of {shape} values has no rows, but as many "
-            f"values as each micro-batch happens to have rows: the lists of all "
-            f"micro-batches would be joined as if they had rows.",
-            "Return it as a tuple, or pass another number of sub-steps.",
+            f"an output that is a list of {num_values} values does not have one value "
+            "per row. Its length is the size of a micro-batch by coincidence: the "
+            "lists of all micro-batches would be concatenated.",
+            "Return a tuple in the place of the list, or pass another accum=.",
         )
     return _refused(
-        f"an output of shape {tuple(shape)} has no rows, but as many entries along "
-        f"dim={dim} as each micro-batch happens to have rows: the outputs of all "
-        f"micro-batches would be joined as if they had rows.",
-        f"Return output.unsqueeze({dim}), or pass another number of sub-steps.",
+        f"dimension {dim} of an output of shape {tuple(shape)} is not the batch "
+        f"dimension. Its size is the size of a micro-batch by coincidence: the outputs "
+        f"of all micro-batches would be concatenated along it.",
+        f"Return output.unsqueeze({dim}), or pass another accum=.",
     )
 
 
@@ -265,18 +267,19 @@ def _module_name(results: LookResults) -> str:
 
 
 def _wrong_on_the_replica(results: LookResults, _: Finding) -> Verdict:
-    loss = name_of_loss(results.request)
+    number = results.expected.loss
+    another_number = results.of_replica.loss
     return _refused(
-        f"{loss} refers to the module that is trained, or the module has a "
-        f"tensor computed from parameters: the loss of {results.num_rows} rows is "
-        f"{results.expected.loss:.4g} with your own module in plain torch, but "
-        f"{results.of_replica.loss:.4g} on a replica (the gradient is "
-        f"{_size_of(results.difference)}).",
+        f"{name_of_loss(results.request)}: the loss of {results.num_rows} rows is "
+        f"{number:.4g} with your own module in plain torch, but {another_number:.4g} "
+        f"on a replica (the gradient is {_size_of(results.difference)}).",
         "If the loss reads a value that forward sets on the module, such as an "
-        f"auxiliary loss, {RETURN}. If a tensor is computed from parameters, compute "
-        "this tensor in forward.",
-        "Or the loss computes gradients by your own parameters. No count=, reduction= "
-        "or whole_batch= says that.",
+        f"auxiliary loss, {RETURN}. If the module holds a tensor that is computed from "
+        "parameters, compute this tensor in forward. If code uses your module through "
+        "a global variable, move it into forward, and use self. If the loss passes "
+        "your module's parameters to autograd.grad, read docs/losses.md, Two losses "
+        "with an adaptive weight.",
+        "No count=, reduction= or whole_batch= says that.",
     )
 
 
@@ -289,10 +292,10 @@ def _state_between_parts(results: LookResults, _: Finding) -> Verdict:
         f"state of {module} or {loss}",
         f"{module} or {loss} gives another result when it is called again with the "
         "same rows.",
-        "Something keeps state between the calls. If the module does, return the state "
-        "from forward, and pass it as an input. If the criterion does, change the "
-        "state once per step, or pass whole_batch=True (with the pair, call the "
-        "criterion on gather(outputs, device)).",
+        "If the module keeps state from call to call, return the state from forward, "
+        "and pass it as an input. If the criterion keeps state, change the state once "
+        "per step, or pass whole_batch=True. With the pair, call the criterion on "
+        "gather(outputs, device).",
         "docs/limits.md, State in modules.",
     )
 
@@ -301,13 +304,14 @@ def _module_compares_rows(results: LookResults, finding: Finding) -> Verdict:
     module = _module_name(results)
     verdict = _told(
         f"{module} compares rows",
-        f"{module} gives other outputs for a few rows in one piece than for the same "
-        f"rows in parts: for {results.num_rows} rows the difference is "
-        f"{finding.difference:.2g} of the largest entry.",
-        "Mask padding. Check batch_first= and dim=. Pass a value without rows as "
-        "Replicated(value), and a list with one entry per row as Rows(list).",
-        "If the module compares rows with each other, do that in the criterion, with "
-        "whole_batch=True. A batch normalisation of your own has such differences.",
+        f"{module} gives other outputs for a few rows if it gets them in parts: the "
+        f"outputs for {results.num_rows} rows are {_size_of(finding.difference)}.",
+        "If rows are padded, mask the padding. If a layer takes another dimension for "
+        "the batch dimension, pass batch_first=True to the layer, or dim= to the "
+        "engine. If the batch has a value without rows, pass Replicated(value). If it "
+        "has a list with one entry per row, pass Rows(list). If the module compares "
+        "rows with each other, do that in the criterion, with whole_batch=True.",
+        "A batch normalisation of your own has such differences.",
     )
     return replace(verdict, compares_rows=True)
 
@@ -320,8 +324,8 @@ def _outputs_of_a_part(results: LookResults, _: Finding) -> Verdict:
         f"{name_of_loss(results.request)}: with whole_batch=True the gradient would be "
         f"{_size_of(results.difference)}.",
         "If a hook keeps a tensor for the criterion, return this tensor from forward, "
-        "with one entry per row. If an output has no rows, but as many entries as a "
-        "micro-batch happens to have rows, return it as "
+        "with one entry per row. If an output has no batch dimension, but a dimension "
+        "with the size of a micro-batch by coincidence, return "
         f"output.unsqueeze({results.request.dim}).",
         "No count= or reduction= says that.",
     )
@@ -374,13 +378,13 @@ def remedy_of_compared_rows(results: LookResults) -> str:
 
 
 def _refused_combination(results: LookResults, remedy: str) -> Verdict:
-    sizes = " + ".join(str(len(part)) for part in results.parts[:_MAX_SIZES])
+    sizes_of_parts = " + ".join(str(len(part)) for part in results.parts[:_MAX_SIZES])
     if len(results.parts) > _MAX_SIZES:
-        sizes += " + …"
+        sizes_of_parts += " + …"
     problem = (
         f"{name_of_loss(results.request)}: your loss of {results.num_rows} rows is not "
-        f"the {results.request.reduction} of the losses of {sizes} rows: the gradient "
-        f"would be {_size_of(results.difference)}."
+        f"the {results.request.reduction} of the losses of {sizes_of_parts} rows: the "
+        f"gradient would be {_size_of(results.difference)}."
     )
     verdict = _refused(problem, remedy, *other_remedies(results, remedy))
     # Loops of libraries, and the pair, show it with remedies of their own.

@@ -94,9 +94,9 @@ def test_pieces_of_other_memories_compared():
     [
         (
             (torch.ones(3, 2), torch.ones(2, 2)),
-            r"shape \(3, 2\) for 2 rows and \(2, 2\) for 1 row cannot .* k entries per",
+            r"shape \(3, 2\) for 2 rows and \(2, 2\) for 1 row cannot .* has k entries",
         ),
-        ((TWO.repeat(2, 1), ONE.repeat(2, 1)), r"2 entries per .*\(rows, 2, …\)"),
+        ((TWO.repeat(2, 1), ONE.repeat(2, 1)), r"2 entries.*\(rows, 2, …\)"),
         ((CODEBOOK, CODEBOOK + 1), r"\(4, 3\) for 2 rows and \(4, 3\) for 1 row"),
         (({"a": TWO}, {"b": ONE}), "mappings with different keys"),
         (

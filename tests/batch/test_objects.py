@@ -260,7 +260,7 @@ def test_rnn_states_told_to_be_transposed(devices):
     inputs = randn(13, 6, FEATURES)
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
         with pytest.raises(
-            ValueError, match=r"recurrent layer .*transpose\(0, 1"
+            ValueError, match=r"transpose\(0, 1\) .*recurrent layer"
         ) as error:
             engine.forward_backward((inputs, states), LABELS, LOSS)
         # 13 rows beside one are no views of it.

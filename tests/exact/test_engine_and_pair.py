@@ -716,7 +716,7 @@ TABLE = {
     ),
     "selected rows": Program(
         of(selected),
-        *(EXACT, REFUSED, "one entry per row", ("selected by the criterion",)),
+        *(EXACT, REFUSED, "its share of the targets", ("selected by the criterion",)),
         prepare=lambda _: lambda output, _: output.square().sum(),
         options={"reduction": "sum"},
     ),

@@ -194,7 +194,7 @@ def test_table_is_returned_once(devices, size, accum):
     expected, its = whole_batch(model, rows, labels, beside_table)
     with ScatterOnceParallel(model, accum, devices(2)) as engine:
         if size * accum == 4:
-            words = rf"\({size}, 4\) has no rows, but as many .*each micro-batch"
+            words = rf"\({size}, 4\) is not the batch .*size of a micro-batch"
             with nothing_changes(model), pytest.raises(ValueError, match=words):
                 engine.forward_backward(rows, labels, beside_table, whole_batch=True)
             return
@@ -271,7 +271,7 @@ def test_scores_of_pairs_that_nobody_reads_are_right(devices):
         assert_close(loss, expected, "loss")
         assert_gradients(model, gradients)
         engine.eval()
-        with pytest.raises(ValueError, match="a matrix of all pairs of rows has only"):
+        with pytest.raises(ValueError, match="a matrix of all pairs of rows, return"):
             engine(ROWS[:9])
 
 
@@ -428,8 +428,8 @@ MARKED = {
 @pytest.mark.parametrize(
     ("forward", "accum", "words"),
     [
-        (with_table, 1, r"shape \(4, 4\) has no rows, but as many entries"),
-        (with_constant, 1, r"shape \(4, 4\) has no rows, but as many entries"),
+        (with_table, 1, r"shape \(4, 4\) is not the batch dimension"),
+        (with_constant, 1, r"shape \(4, 4\) is not the batch dimension"),
         (with_table, 2, None),
         (with_list_of_views, 2, None),
         (with_list_of_views, 4, None),
@@ -458,7 +458,7 @@ def test_list_beside_rows(devices, forward, accum):
     rows = Rows(list(ROWS[:8]))
     with ScatterOnceParallel(model, accum, devices(2)) as engine:
         if accum == 1:
-            words = "a list of 4 values has no rows"
+            words = "a list of 4 values does not have one value per row"
             with nothing_changes(model), pytest.raises(ValueError, match=words):
                 engine.forward_backward(rows, None, beside_extra, whole_batch=True)
             return
@@ -475,7 +475,7 @@ def test_table_of_a_last_batch_refused(devices):
             batch = ROWS[:rows], torch.arange(rows) % 2
             model.zero_grad()
             if rows == 8:
-                words = "has no rows, but as many entries"
+                words = "is not the batch dimension"
                 with nothing_changes(model), pytest.raises(ValueError, match=words):
                     engine.forward_backward(*batch, beside_extra, whole_batch=True)
                 continue

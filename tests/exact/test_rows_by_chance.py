@@ -122,7 +122,7 @@ def _first_layers(self, rows):
 
 WORDS = {
     _view_by_view: r"\.reshape\(rows, 2, …\)",
-    _pairs: "a matrix of all pairs of rows has only the pairs within",
+    _pairs: "a matrix of all pairs of rows, return the features",
     _histogram: r"\d entries for any number of rows",
     _first_layers: "have neither one entry per row",
 }

@@ -72,7 +72,7 @@ REMEDIES = {
         partial(splitcheck, cleared, batch=BATCH),
         [partial(CHECK, batch=BATCH)],
     ),
-    "the gradient is zero with the constant numbers": (
+    "with these the gradient is zero": (
         partial(splitcheck, drawn, batch=BATCH),
         [partial(splitcheck, drawn_before, batch=(*BATCH, randn(13)))],
     ),

@@ -130,9 +130,8 @@ def test_auto_has_the_bits_of_fixed_accum(
         assert (engine.last_step.retries > 0) == (given == "auto")
         assert substeps(engine) == accum
     assert [str(one.message) for one in caught] == [
-        f'accum="auto": {rows} rows with accum=1 ran out of memory; accum={accum} is '
-        "the smallest "
-        f"that fits, and is kept"
+        f'accum="auto": {rows} rows with accum=1 ran out of memory, and accum={accum} '
+        "is the smallest that fits. It is kept"
     ]
     (*expected, plain), (*results, model) = found
     assert all(map(torch.equal, results, expected))
@@ -359,10 +358,10 @@ def test_undone_inference_tries_leave_no_trace(devices, how, form):
         if given == "auto":
             (text,) = told
             assert text.startswith(
-                'accum="auto": 24 rows with accum=1 ran out of memory; accum=4 is the '
-                "smallest that fits, and is kept for "
+                'accum="auto": 24 rows with accum=1 ran out of memory, and accum=4 is '
+                "the smallest that fits. It is kept for "
             )
-            assert text.endswith(" without gradients, with 24 rows")
+            assert text.endswith(" with 24 rows and without gradients")
         else:
             assert told == []
     (results, state, model, later), (expected, plain_state, twin, plain_later) = found
@@ -442,9 +441,8 @@ def test_one_warning_for_all_batches(devices):
         for rows in (24, 24, 24, 7):
             assert len(torch.no_grad()(engine.forward)(batch(rows)[0])) == rows
     (only,) = caught
-    assert (
-        "is kept for calls of Budgets.forward without gradients, with 24 rows"
-        in str(only.message)
+    assert "It is kept for Budgets.forward with 24 rows and without gradients" in str(
+        only.message
     )
 
 

@@ -342,7 +342,7 @@ def test_shares_with_other_names_refused():
 
     model = DataParallelModel(build(mlp), ["cpu"] * 2)
     parallel = DataParallelCriterion(criterion, verify=False)
-    with pytest.raises(ValueError, match="'5' for some rows and '4' for others"):
+    with pytest.raises(ValueError, match="'5' for some rows, and '4' for others"):
         parallel(model(INPUTS), BATCH[1])
 
 

@@ -180,7 +180,7 @@ def test_shares_with_other_names_refused():
     with (
         ScatterOnceParallel(build(mlp), 1, ["cpu"] * 2, verify=False) as engine,
         pytest.raises(
-            ValueError, match="'first' for some rows and 'second' for others"
+            ValueError, match="'first' for some rows, and 'second' for others"
         ),
     ):
         engine.forward_backward(INPUTS[:5], LABELS[:5], with_names_by_rows)

@@ -67,7 +67,7 @@ def test_dataclass_in_the_place_of_a_tensor(devices, make, way):
     batch = Sample(ROWS, ROWS)
     with ScatterOnceParallel(build(make), 2, devices(2)) as engine:
         with pytest.raises(
-            TypeError, match=r"a Sample, a dataclass.*batch\.a, batch\.b"
+            TypeError, match=r"a whole Sample, a dataclass.*batch\.a, batch\.b"
         ):
             WAYS[way](engine, batch)
         WAYS[way](engine, (batch.a,))
@@ -84,7 +84,7 @@ def test_two_views_in_one_tensor(devices):
     """The error's two remedies are followed."""
     views = torch.cat([ROWS, ROWS + 1])
     with ScatterOnceParallel(linear(), 2, devices(2)) as engine:
-        with pytest.raises(ValueError, match=r"2 views of each row \(18 = 2 \* 9\)"):
+        with pytest.raises(ValueError, match="a tensor has 2 versions of each row"):
             engine.forward_backward(views, LABELS, contrast, whole_batch=True)
         engine.forward_backward(views, LABELS.repeat(2), LOSS)
     with ScatterOnceParallel(build(OfTwo), 2, devices(2)) as engine:

@@ -118,7 +118,7 @@ def test_modes_that_replicas_lack_warn(devices, mode, recwarn):
             assert_step(engine, *BATCH, LOSS)
     (warning,) = recwarn.list
     assert str(warning.message).startswith(
-        f"{mode.__name__}: sees the caller's thread only"
+        f"{mode.__name__}: a mode sees only the thread"
     )
 
 

@@ -38,13 +38,13 @@ def inconclusive(**options):
         ),
         (
             look_words.state_is_moved(asked(), ["the buffer 'a'", "the number b"]),
-            "forward passes move the buffer 'a', the number b: their values change",
+            "forward passes move the buffer 'a', the number b to new values",
             "Change this state once per step, outside of forward",
         ),
         (
             look_words.tensor_was_not_saved((3, 4)),
             "your code writes a tensor of shape (3, 4), above 64 MiB",
-            "Keep this tensor in a buffer of the module",
+            "Register the tensor as a buffer of the module",
         ),
         (
             look_words.several_candidates_fit(
@@ -57,7 +57,8 @@ def inconclusive(**options):
         (
             look_words.another_candidate_fits(asked(remedies=REMEDIES), A_SUM),
             "the criterion MSELoss is a sum, as the rows of this step show.",
-            f"Earlier steps assumed a mean over rows. {REMEDIES}",
+            "Earlier steps assumed a mean over rows: their gradients may be wrong. "
+            f"{REMEDIES}",
         ),
         (
             look_words.looks_are_inconclusive(

@@ -267,7 +267,10 @@ class Counts(nn.Module):
 
 TOLD = {
     "a memory bank": (Remembers, "another result when it is called again"),
-    "a batch normalisation": (Normalises, "statistics are those of each"),
+    "a batch normalisation": (
+        Normalises,
+        "normalises over the rows of this device only",
+    ),
     "a number of calls": (Counts, "move the attribute 'calls'"),
 }
 

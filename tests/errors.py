@@ -4,8 +4,8 @@
 
 The words are read from the sources: the texts of all errors that they raise, and of all
 warnings. A value that is filled in when the error is raised is shown by its noun in the
-sources, as ‹noun›, and a remedy that depends on the case by its texts, as ‹text / text›.
-Values of the wrong type are left out, whose error says all.
+sources, as ‹noun›. A remedy that depends on the case, or has several conditions, is a
+list. Values of the wrong type are left out, whose error says all.
 """
 
 from __future__ import annotations
@@ -45,50 +45,193 @@ OF_A_VALUE = re.compile(
 # problem; the remedy is the next one.
 OF_THE_CHECK = {"_refused": ("error", 0), "_told": ("warning", 1)}
 OF_THE_CHECK["in_lines"] = "warning", 0
-CAUSE_ENDS = re.compile("(?:: |, )(?=pass |add it |‹)")  # there the remedy begins
+CAUSE_ENDS = re.compile("(?:: |, )(?=pass |add it |«)")  # there the remedy begins
 FEWEST_LETTERS = 25  # a text with fewer of its own is put together of other ones
 PLACEHOLDER = re.compile("‹[^›]*›")
 # Nouns of values that say nothing about them.
 EMPTY_NOUNS = {"text", "value", "first", "word", "words"}
-NOUNS = {"k": "k", "why": "reason", "shown": "reason", "stride": "strides"}
+NOUNS = {
+    "form": "your arguments",
+    "k": "k",
+    "why": "reason",
+    "shown": "reason",
+    "stride": "strides",
+}
 NOUNS |= {"first_of_these": "mean or sum", "another": "sum or mean"}
-NOUNS |= {"remedies": "count= or reduction= to pass"}
+# A value that is the last sentence of a message.
+SENTENCES = {"remedies": "Your message ends with what to pass or change"}
 LETTERS_OF_A_SENTENCE = 40
 MAX_CASES = 5  # texts of a remedy that are shown
-ALL_CASES = re.compile("‹.* / .*›")  # a remedy that is nothing else
-LETTERS_OF_A_LIST = 200  # of cases, from which on each has a line
+# The cases of a part of a remedy: "pass «a¦b»" is "pass a" or "pass b".
+CASES = re.compile("«(.*?)»", re.DOTALL)
+NEXT_CONDITION = re.compile(r"\. (?=(?:If|Or|Otherwise|With the pair)\b)")
+NOTHING_CHANGED = re.compile(r"(^|\. )Nothing was changed$")
 NOTHING_TO_DO = "nothing to do"
 
 
 class Topic(NamedTuple):
-    """A section of the page: the errors of some files, and the page to read about them."""
+    """A section of the page.
+
+    Attributes:
+        title: its title.
+        page: the page to read about it.
+        files: the beginnings of paths of files whose messages it has.
+        words: a pattern that the problem has, too.
+        context: what the user did that leads to these messages.
+    """
 
     title: str
     page: str
     files: tuple[str, ...]
+    words: str
+    context: str
 
 
-CHECK = Topic("The check before a step", "losses.md#if-you-forget", ("verify/",))
-# The first that fits counts; a file is named by the beginning of its path.
+SECOND_LINE = "the second line of “your loss of … is not the …”"
+# The first that fits counts.
 TOPICS = (
+    Topic(
+        "The check before a step",
+        "losses.md#if-you-forget",
+        ("verify/",),
+        "^(?!.*(whole_batch=True|DataParallel|differs between micro-batches))",
+        """Before steps 1, 2, 4, 8, … the engine computes the loss and the gradient of a few rows twice: in one piece, with your own module in plain torch; and in parts, on a
+replica (a copy of your module). An example: 9 rows in one piece, and in parts of 4 + 3 + 2 rows. If the two gradients differ, it raises one of these errors. `engine(x)`, the pair, and loops of
+libraries are checked in the same way.""",
+    ),
+    Topic(
+        "whole_batch=True",
+        "contrastive.md",
+        ("options/whole_batch", "verify/"),
+        "whole_batch=True|differs between micro-batches|forward twice|^the loss uses"
+        "|^the criterion uses",
+        """With `whole_batch=True` the engine joins the outputs of all micro-batches, and calls the criterion once, with all of them. With several sub-steps per
+replica `forward` runs twice for a micro-batch: first without a gradient, to compute the outputs for the criterion; then with it. Both runs must give the same outputs.""",
+    ),
+    Topic(
+        "DataParallelModel and DataParallelCriterion",
+        "pair.md",
+        ("pair/", "verify/"),
+        "DataParallel|^outputs? |^there are no outputs|cannot be averaged",
+        """`DataParallelModel` returns a tuple with one output per device. `DataParallelCriterion` computes the loss of each output on its device, and averages the losses.
+`gather(outputs, device)` joins the outputs on one device.""",
+    ),
+    Topic(
+        "nn.SyncBatchNorm",
+        "limits.md#what-raises-an-error",
+        ("",),
+        r"SyncBatchNorm|does not come to|In this layer each|value per channel",
+        """An `nn.SyncBatchNorm` in training mode normalises over the micro-batches of all replicas. So each replica waits in this layer for all others.""",
+    ),
+    Topic(
+        "CUDA graphs and torch.compile",
+        "gpus.md#graphs",
+        ("replicas/compiled", "options/graphs"),
+        "",
+        """Replicas compute in threads of one process. CUDA graphs that `torch.compile` records were never tried there.""",
+    ),
     Topic(
         "The loss",
         "losses.md",
-        ("step/lo", "step/criterion", "step/inner", "step/returned", "step/commit"),
+        ("step/",),
+        r"^(?!module is|the module holds|the criterion is|inputs|.*in place\.)",
+        """Messages of `engine.forward_backward` and `engine.loss` on the criterion, on `count=`, and on gradients.""",
     ),
-    Topic("The loss", "losses.md", ("step/reduce", "step/substeps", "verify/")),
-    Topic("One loss for the whole batch", "contrastive.md", ("options/whole_batch",)),
-    Topic("The batch", "batches.md", ("batch/", "step/misfits", "step/row_writes")),
-    Topic("Outputs", "batches.md", ("options/map_rows",)),
-    Topic("The module", "limits.md#state-in-modules", ("replicas/", "objects/", "wr")),
-    Topic("Several processes", "several-machines.md", ("distributed/",)),
-    Topic("The pair", "pair.md", ("pair/",)),
-    Topic("splitcheck", "splitcheck.md", ("splitting/",)),
-    Topic("Optimizers", "recipes.md#the-optimizers-state-on-all-gpus", ("sharded",)),
-    Topic("Learning rates", "large-batches.md", ("recipe",)),
-    Topic("Loops of libraries", "loops.md", ("integrations/",)),
-    Topic("Training program", "training-program.md", ("train",)),
-    Topic("Options, devices and threads", "gpus.md", ("",)),
+    Topic(
+        "Inputs and targets",
+        "batches.md",
+        ("batch/", "step/misfits", "step/row_writes"),
+        "^the batch|^tensors of the batch|iterates|from_batches|^the criterion is|^inputs"
+        "|in place",
+        """All tensors of a batch need the same number of rows: the same size along `dim`. `Replicated(value)` marks a value without rows.
+`Rows(list)` marks a list with one entry per row.""",
+    ),
+    Topic(
+        "Outputs",
+        "batches.md",
+        ("batch/",),
+        "",
+        """Outputs of micro-batches are joined by `whole_batch=True`, `return_outputs=True`, `engine(x)`, `engine.map` and `gather`: tensors with one entry per row are concatenated along `dim`.""",
+    ),
+    Topic(
+        'engine.map, and accum="auto"',
+        "batches.md",
+        ("options/map_rows", "options/auto"),
+        "",
+        """`engine.map(function, …)` calls the function on all replicas. `accum="auto"` tries more and more sub-steps until the memory suffices.""",
+    ),
+    Topic(
+        "engine(x) and backward()",
+        "loops.md#what-differs-from-one-device",
+        ("calls/", "engine.py"),
+        "",
+        """Inside of `engine.no_sync()`, `backward()` leaves the gradients of the replicas on their devices. They wait there until the next `backward()` outside of `no_sync()` adds
+them to `.grad`.""",
+    ),
+    Topic(
+        "The module",
+        "limits.md#state-in-modules",
+        ("replicas/", "objects/", "wr", "step/"),
+        "",
+        """Each replica has copies of the module's parameters and buffers, or shares them if it is on the same device.""",
+    ),
+    Topic(
+        "Several processes",
+        "several-machines.md",
+        ("distributed/",),
+        "",
+        """Messages of an engine with `process_group=`: each process is a rank with devices and rows of its own.""",
+    ),
+    Topic(
+        "splitcheck",
+        "splitcheck.md",
+        ("splitting/",),
+        "",
+        """`splitcheck(step, model, batch, parts=…, ranks=…)` calls your function `step` with the whole batch, and with the batch in parts. It compares the gradients.
+In these calls random operators return constants in the place of random numbers.""",
+    ),
+    Topic(
+        "ShardedOptimizer",
+        "recipes.md#the-optimizers-state-on-all-gpus",
+        ("sharded",),
+        "",
+        """`ShardedOptimizer(engine, optimizer_class, …)` stores the state of each parameter on one of the devices.""",
+    ),
+    Topic(
+        "gradual_warmup",
+        "large-batches.md",
+        ("recipe",),
+        "",
+        """`gradual_warmup(optimizer, warmup_steps, start_lr, after=scheduler)` raises the learning rate, and then steps the scheduler that is passed as `after=`.""",
+    ),
+    Topic(
+        "Loops of libraries",
+        "loops.md",
+        ("integrations/",),
+        "",
+        """Messages of `ScatterOnceTrainer`, `ScatterOnceStrategy` (Lightning) and `ScatterOnce` (fastai). They divide the calls of your model over the devices.""",
+    ),
+    Topic(
+        "Training program",
+        "training-program.md",
+        ("train",),
+        "",
+        """Messages of `python -m scatterpar train`.""",
+    ),
+    Topic(
+        "Threads",
+        "limits.md#your-process",
+        ("threads/", "torch_private/"),
+        "",
+        """Each replica computes in a thread of its own.""",
+    ),
+    Topic(
+        "Devices and options",
+        "gpus.md",
+        ("",),
+        "",
+        """Messages on `device_ids`, on copies between devices, and on options of the engine.""",
+    ),
 )
 
 
@@ -245,7 +388,9 @@ def noun_of(node: ast.AST) -> str:
 
 
 def placeholder(node: ast.AST) -> str:
-    """The noun of a value, marked."""
+    """The noun of a value, marked, or the sentence that it stands for."""
+    if isinstance(node, ast.Name) and node.id in SENTENCES:
+        return SENTENCES[node.id]
     noun = noun_of(node)
     return f"‹{noun}›" if noun else "…"
 
@@ -258,7 +403,7 @@ def cases_of(node: ast.expr, scope: ast.AST, depth: int) -> list[str]:
         if not is_text and text_of(expression) == "…":
             return []
         text = shown_of(expression, of, has_remedy=True, depth=depth - 1)
-        if " / " in text:  # cases of a case
+        if CASES.search(text):  # cases of a case
             return []
         cases.append(text)
     # A sentence may be the beginning of another one, which says all.
@@ -305,7 +450,7 @@ def shown_of(
         if len(cases) == 1 and (in_remedy or "; " not in cases[0]):
             shown += cases[0]
         elif in_remedy and 1 < len(cases) <= MAX_CASES:
-            shown += f"‹{' / '.join(cases)}›"
+            shown += f"«{'¦'.join(cases)}»"
         elif shown[-1:].isalpha():
             shown += "…"
         else:
@@ -342,10 +487,20 @@ def messages(names: set[str]) -> Iterator[Message]:
             yield Message(place, text, " ".join(shown_of(expression, of).split()))
 
 
-def messages_of_the_check() -> Iterator[tuple[str, str]]:
-    """The rows of errors and warnings of the check before a step, by their kind."""
+def messages_of_the_check() -> Iterator[tuple[str, str, str, str]]:
+    """The errors and warnings of the check before a step.
+
+    Yields the kind, the place, the problem and the remedy.
+    """
     causes = "_refused_combination"  # has one problem, and is called with each cause
-    for name, call, scope, place in calls_of(OF_THE_CHECK):
+    for name, call, scope, place in calls_of({*OF_THE_CHECK, causes}):
+        if name == causes:
+            for expression, of in expressions_of(call.args[1], scope):
+                if is_shown(text_of(expression)):
+                    text = shown_of(expression, of, has_remedy=True).removesuffix(".")
+                    problem, remedy = CAUSE_ENDS.split(text, maxsplit=1)
+                    yield SECOND_LINE, place, problem, remedy
+            continue
         kind, number = OF_THE_CHECK[name]
         if not place.startswith("verify/") or len(call.args) < number + 2:
             continue
@@ -353,19 +508,11 @@ def messages_of_the_check() -> Iterator[tuple[str, str]]:
             continue  # passes on its own arguments
         remedy = shown_of(call.args[number + 1], scope, has_remedy=True)
         if isinstance(scope, FUNCTIONS) and scope.name == causes:
-            remedy = (
-                "The next line of the error says what to do. It is one of the rows "
-                'below, from "It seems to be a mean" on.'
-            )
+            remedy = "Its second line says what to do: see the next table"
         for expression, of in expressions_of(call.args[number], scope):
             if is_shown(text_of(expression)):
-                yield kind, row(shown_of(expression, of).removesuffix("."), remedy)
-    for _, call, scope, _ in calls_of({causes}):
-        for expression, of in expressions_of(call.args[1], scope):
-            if is_shown(text_of(expression)):
-                text = shown_of(expression, of, has_remedy=True).removesuffix(".")
-                problem, remedy = CAUSE_ENDS.split(text, maxsplit=1)
-                yield "error", row(problem, remedy)
+                problem = shown_of(expression, of).removesuffix(".")
+                yield kind, place, problem, remedy
 
 
 def is_shown(text: str) -> bool:
@@ -377,55 +524,89 @@ def is_shown(text: str) -> bool:
 
 def row(problem: str, remedy: str) -> str:
     """The row of a message."""
-    remedy = remedy or NOTHING_TO_DO
     quoted = problem.replace("|", "\\|").strip()
     fence = "``" if "`" in quoted else "`"
     quoted = f"{fence} {quoted} {fence}" if "`" in quoted else f"`{quoted}`"
-    escaped = re.sub(r"([*_<>|`[\]])", r"\\\1", remedy)
-    if ALL_CASES.fullmatch(escaped) and len(escaped) >= LETTERS_OF_A_LIST:
-        cases = escaped[1:-1].split(" / ")
-        escaped = "<br>• ".join(["your message has one of these:", *cases])
-    return f"| {quoted} | {escaped} |"
+    return f"| {quoted} | {advice(remedy or NOTHING_TO_DO)} |"
+
+
+def advice(remedy: str) -> str:
+    """The cell of a remedy: a list if it has several conditions or cases."""
+    cases = all_cases(remedy)
+    sentences: list[str] = []
+    for case in cases:
+        sentences += NEXT_CONDITION.split(NOTHING_CHANGED.sub("", case))
+    lines = []
+    for sentence in dict.fromkeys(sentences):
+        (first, *_) = sentence.split()
+        text = sentence.removesuffix(".")
+        is_word = first.removesuffix(",").isalpha()
+        text = text[0].upper() + text[1:] if is_word else text
+        lines.append(re.sub(r"([*_<>|`[\]])", r"\\\1", text))
+    if len(lines) == 1:
+        return lines[0]
+    if len(cases) > 1:
+        lines.insert(0, "Your message has one or more of these:")
+    else:
+        lines[0] = f"• {lines[0]}"
+    return "<br>• ".join(lines)
+
+
+def all_cases(remedy: str) -> list[str]:
+    """The texts that a remedy may be."""
+    match = CASES.search(remedy)
+    if match is None:
+        return [remedy]
+    texts: list[str] = []
+    for case in match[1].split("¦"):
+        texts += all_cases(remedy[: match.start()] + case + remedy[match.end() :])
+    return texts
 
 
 def page() -> str:
-    """The page: a table per topic."""
-    kinds = {"error": messages(ERRORS), "warning": messages({"warn"})}
-    rows: dict[tuple[str, str], dict[str, list[str]]] = {}
-    of_the_check = rows.setdefault((CHECK.title, CHECK.page), {})
-    for kind, line in sorted(dict.fromkeys(messages_of_the_check()), key=itemgetter(0)):
-        of_the_check.setdefault(kind, []).append(line)
-    for kind, found in kinds.items():
-        for place, text, shown in found:
-            if not is_shown(text) or not is_shown(text.partition("; ")[0]):
-                continue
-            problem, _, remedy = shown.partition("; ")
-            topic = next(topic for topic in TOPICS if place.startswith(topic.files))
-            tables = rows.setdefault((topic.title, topic.page), {})
-            table = tables.setdefault(kind, [])
-            line = row(problem, remedy)
-            if line not in table:
-                table.append(line)
+    """The page: a section per topic, with a table per kind."""
+    rows: dict[Topic, dict[str, list[str]]] = {topic: {} for topic in TOPICS}
+
+    def add(kind: str, place: str, problem: str, remedy: str) -> None:
+        table = rows[topic_of(place, problem)].setdefault(kind, [])
+        line = row(problem, remedy)
+        if line not in table:
+            table.append(line)
+
+    for found in sorted(messages_of_the_check(), key=itemgetter(0)):
+        add(*found)
+    for kind, names in {"error": ERRORS, "warning": {"warn"}}.items():
+        for place, text, shown in messages(names):
+            if is_shown(text) and is_shown(text.partition("; ")[0]):
+                problem, _, remedy = shown.partition("; ")
+                add(kind, place, problem, remedy)
     lines = [_HEAD]
-    for topic in dict.fromkeys((topic.title, topic.page) for topic in (CHECK, *TOPICS)):
-        title, target = topic
-        tables = rows.get(topic, {})
+    for topic, tables in rows.items():
         if tables:
-            lines.append(
-                f"\n## {title}\n\nMore: [{target.partition('#')[0]}]({target})"
-            )
-        for kind, table in tables.items():
+            more = f"More: [{topic.page.partition('#')[0]}]({topic.page})"
+            lines.append(f"\n## {topic.title}\n\n{topic.context} {more}")
+        for kind, table in sorted(tables.items()):
             lines += [f"\n| {kind} | what to do |", "|---|---|", *table]
     return "\n".join(lines) + "\n"
 
 
+def topic_of(place: str, problem: str) -> Topic:
+    """The section of a message."""
+    return next(
+        topic
+        for topic in TOPICS
+        if place.startswith(topic.files) and re.search(topic.words, problem)
+    )
+
+
 _HEAD = """# Errors by their words
 
-This page has scatterpar's errors and warnings, and what to do. Search it for some words of your message. `‹name›` and `…`
-stand for names and numbers, ‹one text / another› for the text of your case. What goes wrong without an error, and how to debug a step, is on [Limits](limits.md).
+Search this page for some words of your message. `‹…›` and `…` stand for names, numbers and shapes of your program.
+[Replica, micro-batch and sub-step](start.md#words) are explained on *Start*. What goes wrong without an error, and how to debug a step, is on [Limits](limits.md).
 
-Each error is a `ValueError`, `TypeError` or `RuntimeError`, with few exceptions: `FloatingPointError` (`check_finite=True`), `AttributeError` (an option
-that cannot be set later) and `TimeoutError`. A step that raises an error has changed nothing, unless the error says that values are lost. *Written by `python -m tests.errors --write` from the sources.*"""
+**A step that raises an error has changed nothing**, unless the error says that values are lost. Each error is a `ValueError`, `TypeError` or `RuntimeError`.
+There are three exceptions: `FloatingPointError` (`check_finite=True`), `AttributeError` (an option that cannot be set later) and `TimeoutError`.
+*Written by `python -m tests.errors --write` from the sources.*"""
 
 
 def main() -> None:

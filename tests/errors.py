@@ -60,6 +60,7 @@ NOUNS = {
 NOUNS |= {"first_of_these": "mean or sum", "another": "sum or mean"}
 # A value that is the last sentence of a message.
 SENTENCES = {"remedies": "Your message ends with what to pass or change"}
+SENTENCES["lines_of_ranks"] = "Your message ends with the line that each rank is at"
 LETTERS_OF_A_SENTENCE = 40
 MAX_CASES = 5  # texts of a remedy that are shown
 # The cases of a part of a remedy: "pass «a¦b»" is "pass a" or "pass b".

@@ -286,9 +286,11 @@ def _results(
         for rank, answer in enumerate(answers):
             if isinstance(answer, _Failure):
                 places.append(f"rank {rank} is at {answer.place}")
+        lines_of_ranks = "\n".join(places)
         raise TimeoutError(
-            f"ranks have not ended after {seconds:g} s: {', '.join(places)}; call the "
-            f"same collectives on all {size} ranks, or pass a longer timeout="
+            f"the ranks of splitcheck have not ended after {seconds:g} s; call the "
+            f"same collectives on all {size} ranks, or pass a longer timeout=. "
+            f"{lines_of_ranks}"
         )
     return results
 

@@ -171,7 +171,7 @@ def test_timeout_tells_where_ranks_wait():
         rf"rank 0 is at .*test_rank_processes.py:{line + 3} in step: dist.all_reduce.*"
     )
     sleeps = rf"rank 1 is at .*test_rank_processes.py:{line + 5} in step: time.sleep"
-    with pytest.raises(TimeoutError, match=f"{waits}; {sleeps}"):
+    with pytest.raises(TimeoutError, match=f"{waits}\n{sleeps}"):
         splitcheck(step, new(Net), images(), ranks=2, timeout=5)
 
 

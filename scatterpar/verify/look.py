@@ -80,9 +80,6 @@ _MAX_PARTS_OF_STEP = 64  # a look at all of them costs as much as a step
 # Parts of rows, and the report on them, or the reason why there is none.
 Answer = tuple[Parts, LookReport | Inconclusive]
 
-# The second look: in the first one, chosen rows tell more than the step's own parts.
-_AS_IN_STEP = 1
-
 
 def look(
     attempt: Attempt,
@@ -256,23 +253,19 @@ class ReplicaLook:
 
         ::
 
-            the parts of the step  in the second look, if the batch is small
             the chosen rows
             two equal parts        code may need pairs of rows
             the whole batch        code may need all rows, if they are few and small
             half of the rows, …    memory may have run out
         """
         choice = self.choice
-        of_step = choice.of_step()
-        if choice.number == _AS_IN_STEP and len(of_step) > 1 and self._is_cheap_step:
-            yield of_step
         chosen = choice.parts(self._affordable())
         yield chosen
         rows = list(chain(*chosen))
         two_parts = in_two(rows)
         yield two_parts if choice.is_divided else [list(chain(*two_parts))]
         if self._is_small_batch:
-            yield of_step
+            yield choice.of_step()
         while len(rows) > MIN_ROWS:
             rows = rows[::2]  # rows are sorted by what distinguishes them
             yield choice.divided(rows)

@@ -29,8 +29,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ from scatterpar.torch_private.autograd import (
 from scatterpar.torch_private.compiler import never_compiled
 from scatterpar.torch_private.tensors import version_counters_kept
 
+_GRADIENT_OF = attrgetter("grad")
 _NUM_PROBES = 4  # one may be of zeros, which unscaling leaves
 # By replica (all except the first), the gradients of the user's tensors, by ``id``.
 ByReplica = list[dict[int, Tensor]]
@@ -101,7 +103,7 @@ class _Life:
     """What autograd alone refers to, as long as it runs a backward pass."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Mark:
     """The user's ``.grad`` as autograd has left it.
 
@@ -124,6 +126,10 @@ class _Bucket:
     gradients: CallGradients
     tensors: list[Tensor]
     dtypes: list[torch.dtype]  # in which gradients are added
+    keys: list[int] = field(init=False)  # the ``id`` of each tensor
+
+    def __post_init__(self) -> None:
+        self.keys = list(map(id, self.tensors))
 
 
 class CallGradients:
@@ -160,6 +166,7 @@ class CallGradients:
         # A few of replica 0's gradients, by the tensor's ``id``, and their values as
         # autograd has left them.
         self._probes: dict[int, tuple[Tensor, Tensor]] = {}
+        self._probed: set[int] = set()
         # What is connected at present. The copies' graph refers to this object, so it
         # does not refer to them: such a cycle is never collected.
         self._replica_set: weakref.ref[ReplicaSet] | None = None
@@ -290,16 +297,19 @@ class CallGradients:
             RuntimeError: ``autograd.grad`` of parameters inside of ``no_sync``, or
                 a change of ``.grad`` that replicas do not see.
         """
-        arrived = self._nothing()
+        arrived: ByReplica = []
         count = len(bucket.tensors)
-        for position, gradient in enumerate(gradients):
-            if gradient is not None:
-                replica, number = divmod(position, count)
-                tensor = bucket.tensors[number]
-                dtype = bucket.dtypes[number]
-                if gradient.dtype != dtype:
-                    gradient = gradient.to(dtype)
-                arrived[replica][id(tensor)] = gradient
+        for start in range(0, len(gradients), count):
+            part = gradients[start : start + count]
+            arrived.append(
+                {
+                    key: gradient if gradient.dtype == dtype else gradient.to(dtype)
+                    for key, dtype, gradient in zip(
+                        bucket.keys, bucket.dtypes, part, strict=True
+                    )
+                    if gradient is not None
+                }
+            )
         self.streams.record([*arrived, *self._waiting])
         task = current_graph_task()
         if task not in self._passes:
@@ -550,6 +560,8 @@ class CallGradients:
         """
         if not self._marks or not self.is_waiting:
             return
+        if self._are_as_marked():
+            return
         dropped: set[int] = set()
         is_kept = False
         # Without one of replica 0's there is nothing that could be dropped.
@@ -575,6 +587,19 @@ class CallGradients:
                 waiting.pop(key, None)
         self._release(dropped)
 
+    def _are_as_marked(self) -> bool:
+        """Whether nobody has changed the user's gradients since ``_mark``."""
+        # Mostly, so it is asked without much Python per tensor.
+        marks = self._marks.values()
+        known = [mark.gradient for mark in marks if mark.gradient is not None]
+        gradients = map(_GRADIENT_OF, map(self._tensors.__getitem__, self._marks))
+        # If one is frozen and has none, the other path asks.
+        if len(known) < len(marks) or not all(map(is_, gradients, known)):
+            return False
+        if any(mark.is_changed for mark in marks):
+            return False
+        return versions(known) == [mark.version for mark in marks]
+
     def _keep(
         self, kept: ByReplica, arrived: ByReplica, tensors: Iterable[Tensor]
     ) -> None:
@@ -584,58 +609,79 @@ class CallGradients:
             for of_replica, gradients in zip(kept, arrived, strict=True):
                 if any(map(REQUIRES_GRAD, gradients.values())):  # ``create_graph=True``
                     raise RuntimeError(_GRAPH_OF_PART)
-                for key, gradient in gradients.items():
-                    if key in trained:
-                        self._tensors[key] = trained[key]
-                        _plus_in(of_replica, key, gradient)
+                if gradients.keys() <= trained.keys() - of_replica.keys():  # mostly
+                    of_replica |= gradients
+                    continue
+                for key in gradients.keys() & trained.keys():
+                    _plus_in(of_replica, key, gradients[key])
+            self._tensors |= trained
 
     def _mark(self) -> None:
         """Remember the user's gradients, to see later whether they were dropped."""
+        gradients: dict[int, Tensor] = {}
         for key in set().union(*self._waiting):
             tensor = self._tensors[key]
             if not tensor.is_leaf:  # autograd keeps no gradient of it
                 continue
             # Into one that is frozen meanwhile autograd accumulates nothing.
-            if key not in self._hooks and tensor.requires_grad:
+            is_trained = tensor.requires_grad
+            if is_trained and key not in self._hooks:
                 hook = tensor.register_post_accumulate_grad_hook(self._note)
                 self._hooks[key] = hook
             gradient = tensor.grad
-            if gradient is None and tensor.requires_grad:
+            if gradient is None and is_trained:
                 # Only others have one: this is replica 0's, which the user may drop.
                 arrived = next(of[key] for of in self._waiting if key in of)
                 gradient = tensor.grad = torch.zeros_like(
                     arrived, dtype=tensor.grad_dtype, device=tensor.device
                 )
-            present = 0 if gradient is None else version(gradient)
-            self._marks[key] = _Mark(gradient, present)
+            if gradient is None:
+                self._marks[key] = _Mark(None)
+            else:
+                gradients[key] = gradient
+        present = versions([*gradients.values()])
+        for (key, gradient), number in zip(gradients.items(), present, strict=True):
+            self._marks[key] = _Mark(gradient, number)
         self._probe_gradients()
 
     def _probe_gradients(self) -> None:
-        """Remember the values of the smallest gradients of replica 0's."""
-        gradients: list[tuple[int, int, Tensor]] = []
+        """Remember the values of a few small gradients of replica 0's."""
+        self._probes = {}
+        # Chosen once per sum: to compare the sizes of all takes longer than to copy.
+        if not self._probed or not self._marks.keys() >= self._probed:
+            self._probed = self._smallest()
+        for key in self._probed:
+            gradient = self._marks[key].gradient
+            if gradient is not None and gradient.layout == torch.strided:
+                self._probes[key] = gradient, gradient.detach().clone()
+
+    def _smallest(self) -> set[int]:
+        """The tensors whose dense gradients of replica 0's are the smallest."""
+        sizes: list[tuple[int, int]] = []
         for key, mark in self._marks.items():
             gradient = mark.gradient
             if gradient is not None and gradient.layout == torch.strided:
-                gradients.append((gradient.numel(), key, gradient))
-        self._probes = {}
-        for _, key, gradient in heapq.nsmallest(_NUM_PROBES, gradients):
-            self._probes[key] = gradient, gradient.detach().clone()
+                sizes.append((gradient.numel(), key))
+        return {key for _, key in heapq.nsmallest(_NUM_PROBES, sizes)}
 
     def _note(self, tensor: Tensor) -> None:
         """Autograd has accumulated a gradient, such as a penalty's; others wait."""
+        key = id(tensor)
         of_pass = self._passes.get(current_graph_task())
-        if of_pass is not None:
+        if of_pass is not None and of_pass.is_synced:  # others take nothing
             for taken in of_pass.taken:
-                taken.pop(id(tensor), None)
-        mark = self._marks.get(id(tensor))
+                taken.pop(key, None)
+        mark = self._marks.get(key)
+        if mark is None or mark.gradient is None:
+            return
         gradient = tensor.grad
-        if mark is None or mark.gradient is None or gradient is None:
+        if gradient is None:
             return
         present = version(gradient)
         # Autograd writes once, or not at all if nothing has arrived.
-        is_known = gradient is mark.gradient and present - mark.version in (0, 1)
-        mark.is_changed |= not is_known
-        self._probes.pop(id(tensor), None)
+        if gradient is not mark.gradient or present - mark.version not in (0, 1):
+            mark.is_changed = True
+        self._probes.pop(key, None)
         mark.version = present
 
     def _release(self, keys: Iterable[int]) -> None:
@@ -647,6 +693,7 @@ class CallGradients:
             return
         self._marks.clear()
         self._probes.clear()
+        self._probed = set()
         self._tensors.clear()
         for hook in self._hooks.values():
             hook.remove()

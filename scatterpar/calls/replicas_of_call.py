@@ -138,6 +138,8 @@ class ReplicasOfCall:
                     reads_values=reads_values,
                     may_be_rebound=number > 0 or is_other or not are_in_place,
                 )
+                # So the first one need not be asked for writes of parameters.
+                replica.was_called = number > 0
             # Of before values were read: the next call sees a write meanwhile.
             self._versions = present
             self._seen = seen

@@ -603,8 +603,8 @@ class Replica(ModuleCopy):
         seat: where its synchronised batch normalisation meets that of other replicas.
         state: its containers, and which tensors require grad, as of the last ``reset``.
         was_called: whether it may have been called since the last ``reset``: from
-            ``restore``, which has compared the containers with ``state``, and from
-            ``reset_written``.
+            ``restore``, which has compared the containers with ``state``. Calls with a
+            graph set it after ``reset_written``.
     """
 
     def __init__(self, replica_set: ReplicaSet, device: torch.device) -> None:
@@ -740,7 +740,6 @@ class Replica(ModuleCopy):
         that are overwritten here: then torch refuses its backward pass. Those of
         ``uncounted`` are running statistics, whose writes torch does not count, either.
         """
-        self.was_called = True  # the caller of this calls it next
         if may_be_rebound:
             is_same = self.state.unchanged()
             # Nothing is written where a replica reads, unless something has changed.

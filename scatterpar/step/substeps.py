@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -338,9 +338,10 @@ def set_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
             yield
         finally:
             # Mostly all are as they were: to ask takes less time than to assign.
-            for leaf, gradient in zip(leaves, gradients, strict=True):
-                if leaf.grad is not gradient:
-                    leaf.grad = gradient
+            if not all(map(is_, map(_GRAD, leaves), gradients)):
+                for leaf, gradient in zip(leaves, gradients, strict=True):
+                    if leaf.grad is not gradient:
+                        leaf.grad = gradient
 
 
 def detached_output(output: Any, return_outputs: bool | Callable[[Any], Any]) -> Any:

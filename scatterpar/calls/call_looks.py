@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -55,6 +56,7 @@ from scatterpar.verify.runs import Runs
 from scatterpar.verify.schedule import (
     Kind,
     Stage,
+    kinds_and_words,
     ranges_of_integers,
     ranges_of_step,
 )
@@ -63,6 +65,7 @@ from scatterpar.verify.verifier import Verifier
 
 _NUMBERS = 61  # per row; prime, so that no size of an output repeats them
 _MOST_SELECTIONS = 16  # of a module; a text or a number may count its calls
+_MOST_KINDS = 64  # that are remembered
 _SELECTING = (bool, int, str)  # the classes of arguments that may select an output
 _WAYS_OUT_OF_CALLS = (
     "Return what it is computed from, one entry per row, and compute the loss from the "
@@ -99,11 +102,18 @@ class CallOfLook:
     is_of_part: bool
     workers: Workers
 
+    @functools.cached_property
+    def atoms(self) -> list[Any]:
+        """Those of the arguments."""
+        return nested.atoms((self.args, self.kwargs))
+
     def columns(self) -> dict[int, list[Tensor]]:
         """The tensors of all outputs by their position in the first one.
 
         Not those of lists with one entry per row.
         """
+        if all(isinstance(output, Tensor) for output in self.outputs):  # mostly
+            return {0: list(self.outputs)}
         tensors = nested.tensors(self.outputs[0])
         positions = {id(tensor): number for number, tensor in enumerate(tensors)}
         sizes = list(map(len, self.parts()))
@@ -115,7 +125,7 @@ class CallOfLook:
         arguments, and the words and integers among them.
         """
         values: list[Hashable] = [self.flags, *self.kwargs]
-        for number, atom in enumerate(nested.atoms((self.args, self.kwargs))):
+        for number, atom in enumerate(self.atoms):
             if isinstance(atom, enum.Enum):
                 values.append((number, atom.name))
             elif type(atom) in classes:
@@ -146,6 +156,8 @@ class CallLooks:
     def __init__(self) -> None:
         self._verifiers: dict[Hashable, Verifier] = {}
         self._entries: dict[Hashable, Mapping[int, Entries]] = {}
+        # Of calls whose outputs have rows: their kinds and details.
+        self._kinds_of_rows: dict[int, tuple[Kind, Hashable]] = {}
         # What has selected outputs so far, by the module's ``id``.
         self._selections: defaultdict[Hashable, set[Hashable]] = defaultdict(set)
 
@@ -220,10 +232,18 @@ class CallLooks:
     def _check_rows(self, call: CallOfLook, places: Sequence[int]) -> None:
         verifier = self._verifier((id(call.module), "rows"))
         criterion = WeighedEntries(places, call.dim)
-        request = _request(call, criterion, None)
-        kind, details = _kind_of_call(verifier, call, request, selection=None)
-        # Each call asks: numbers of rows are made, and read, for a look only.
-        if kind.count_step(ranges_of_integers(request), details):
+        # Each call asks, and most calls are of a known kind, so no request is made.
+        of_atoms = kinds_and_words(call.atoms)
+        key = hash((id(call.module), tuple(places), call.dim, call.flags, of_atoms))
+        if key not in self._kinds_of_rows:
+            if len(self._kinds_of_rows) == _MOST_KINDS:  # a word may count its calls
+                self._kinds_of_rows.clear()
+            request = _request(call, criterion, None)
+            kind_of_call = _kind_of_call(verifier, call, request, selection=None)
+            self._kinds_of_rows[key] = kind_of_call
+        kind, details = self._kinds_of_rows[key]
+        # Numbers of rows are made, and read, for a look only.
+        if kind.count_step(ranges_of_integers(call.atoms, call.dim), details):
             request = _request(call, criterion, _numbers_of_rows(call))
             request = replace(request, reduction="sum")
             _look_at(verifier, call, request, kind, [candidate_of(request)])

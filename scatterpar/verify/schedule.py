@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from scatterpar.batch.batch import Batch
 from scatterpar.batch.markers import Marker
 from scatterpar.causes.counts import sizes_of_entries
 from scatterpar.devices.coalescing import to_host
@@ -60,19 +59,27 @@ def informative_tensors(
     """
     batch = request.batches[0]
     # Targets first: they are labels more often than inputs.
-    tensors = list(_informative(batch.without_inputs(), most_entries))
+    dim = batch.structure.dim
+    targets = batch.without_inputs().atoms
+    tensors = list(_informative(targets, dim, most_entries))
     has_targets = bool(tensors)
-    for tensor in _informative(batch.without_targets(), most_entries):
+    for tensor in _informative(batch.without_targets().atoms, dim, most_entries):
         is_data = tensor.is_floating_point() and has_targets
-        # Pixels and features are data: they have more dimensions than a mask.
-        dimensions = sum(size > 1 for size in tensor.shape[1:])
-        if not is_data and dimensions <= (2 if may_be_labels(tensor) else 1):
+        if not is_data and _is_as_small_as_a_mask(tensor):
             tensors.append(tensor)
     return sorted(tensors, key=may_be_labels, reverse=True)
 
 
-def _informative(batch: Batch, most_entries: int | None) -> Iterator[Tensor]:
-    for atom in batch.atoms:
+def _is_as_small_as_a_mask(tensor: Tensor) -> bool:
+    # Pixels and features are data: they have more dimensions.
+    dimensions = sum(size > 1 for size in tensor.shape[1:])
+    return dimensions <= (2 if may_be_labels(tensor) else 1)
+
+
+def _informative(
+    atoms: Iterable[Any], dim: int, most_entries: int | None
+) -> Iterator[Tensor]:
+    for atom in atoms:
         if isinstance(atom, Marker) and atom.num_rows is not None:
             # Rows from all over.
             every = 1 if most_entries is None else -(-atom.num_rows // most_entries)
@@ -83,7 +90,7 @@ def _informative(batch: Batch, most_entries: int | None) -> Iterator[Tensor]:
             continue
         if atom.ndim and 0 < atom.numel() <= _LARGEST:
             dense = _with_all_operators(atom.detach())
-            yield dense.movedim(batch.structure.dim, 0)
+            yield dense.movedim(dim, 0)
 
 
 def _with_all_operators(tensor: Tensor) -> Tensor:
@@ -109,10 +116,18 @@ def ranges_of_step(request: Request) -> Sequence[Tensor]:
     return ranges_of(informative_tensors(request, _MAX_ENTRIES_OF_ROWS))
 
 
-def ranges_of_integers(request: Request) -> Sequence[Tensor]:
-    """As ``ranges_of_step``, if no floating-point tensor tells rows apart."""
-    tensors = informative_tensors(request, _MAX_ENTRIES_OF_ROWS)
-    return ranges_of(t for t in tensors if not t.is_floating_point())
+def ranges_of_integers(atoms: Iterable[Any], dim: int) -> Sequence[Tensor]:
+    """The ranges of a call whose arguments have these ``atoms``.
+
+    As ``ranges_of_step``, if no floating-point tensor tells rows apart. Without a
+    request, because each call reads them.
+    """
+    tensors = _informative(atoms, dim, _MAX_ENTRIES_OF_ROWS)
+    return ranges_of(
+        tensor
+        for tensor in tensors
+        if not tensor.is_floating_point() and _is_as_small_as_a_mask(tensor)
+    )
 
 
 def ranges_of(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -294,19 +309,27 @@ class Kinds:
         of another kind.
         """
         names, numbers = names_and_numbers((request.criterion, request.count))
-        kinds_of_atoms: list[object] = []
-        words: list[Hashable] = []
-        for atom in request.batches[0].atoms[:_MAX_ATOMS]:
-            is_tensor = isinstance(atom, Tensor)
-            kinds_of_atoms.append(_part_of_key(atom) if is_tensor else type(atom))
-            # A word may select another loss, as a switch of the model may.
-            if isinstance(atom, (bool, str)):
-                words.append(atom)
+        kinds_of_atoms, words = kinds_and_words(request.batches[0].atoms)
         options = is_divided, request.whole_batch, request.reduction
-        key = options, names, tuple(kinds_of_atoms), selection
-        details = flags, numbers, tuple(words)
+        key = options, names, kinds_of_atoms, selection
+        details = flags, numbers, words
         # Hashes, because the code objects in them would keep functions alive.
         return self._kinds[hash(key)], hash(details)
+
+
+def kinds_and_words(
+    atoms: Sequence[Any],
+) -> tuple[tuple[object, ...], tuple[Hashable, ...]]:
+    """The kinds of a batch's first atoms, and the words among these."""
+    kinds: list[object] = []
+    words: list[Hashable] = []
+    for atom in atoms[:_MAX_ATOMS]:
+        is_tensor = isinstance(atom, Tensor)
+        kinds.append(_part_of_key(atom) if is_tensor else type(atom))
+        # A word may select another loss, as a switch of the model may.
+        if isinstance(atom, (bool, str)):
+            words.append(atom)
+    return tuple(kinds), tuple(words)
 
 
 def names_and_numbers(functions: Sequence[Any]) -> tuple[frozenset[Hashable], str]:

@@ -1,6 +1,6 @@
 """The tables of tests/nullcuda/README.md, printed on a CUDA without a card.
 
-    tests/nullcuda/run python -m benchmarks.launching counts        (or: time)
+    tests/nullcuda/run python -m benchmarks.launching counts        (or: time, call)
 
 ``counts``: kernels, library calls, waits and copies of one step on each card, and the
 most memory that torch's allocator gave out. ``time``: how long the host is at work in
@@ -14,22 +14,29 @@ one step, on cards whose kernels and copies take no time::
 This is the bound that launching sets: a real card is busy all the time only if its own
 time for a sub-step is longer than the host's. Nothing computes, so losses mean nothing.
 DDP is one process with one card: it fills its buckets, and exchanges nothing.
+
+``call``: when each replica of ``engine(inputs)`` and of ``nn.DataParallel`` launches its
+forward and its backward pass, from the beginning of the call. Other threads launch at
+the same time, but only one of them runs Python.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
+import functools
 import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from nullcuda import card, values
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.timing import timed
@@ -38,6 +45,15 @@ from scatterpar import ScatterOnceParallel
 ROWS = 64  # of each card
 WORKSPACE = 32 << 20  # cuBLAS's, on this generation of cards
 _WARM_UPS = 2  # the first steps allocate memory and look at the module
+_EVENTS = (
+    "forward begins",
+    "forward ends",
+    "backward begins",
+    "backward ends",
+    "all is done",
+)
+# When something happened last, on which card: not the module's, so that replicas share it.
+_TIMES: dict[tuple[int, str], float] = {}
 Step = Callable[[], None]
 
 
@@ -222,6 +238,72 @@ def print_line(name: str, cards: list[int], accum: int, rounds: int) -> None:
     print(f"| {name} | {accum} | {' | '.join(cells)} |", flush=True)
 
 
+class Noted(nn.Module):
+    """A network that notes when the passes of each of its replicas begin and end."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        next(network.children()).register_forward_hook(_note_end_of_backward)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        _note("forward begins", inputs)
+        output: Tensor = self.network(inputs)
+        output.register_hook(functools.partial(_note, "backward begins"))
+        _note("forward ends", output)
+        return output
+
+
+def _note_end_of_backward(_: nn.Module, __: object, output: Tensor) -> None:
+    output.register_hook(functools.partial(_note, "backward ends"))
+
+
+def _note(event: str, tensor: Tensor) -> None:
+    _TIMES[tensor.get_device(), event] = time.perf_counter()
+
+
+def print_call(name: str, cards: int, rounds: int) -> None:
+    """When passes of replicas begin and end, in ms from the call, medians of rounds."""
+    inputs, targets = batch(name, ROWS * cards)
+    targets = targets.to("cuda:0")
+    criterion = nn.CrossEntropyLoss()
+    device_ids = list(range(cards))
+    model = Noted(network(name))
+    called = ScatterOnceParallel(model, device_ids=device_ids, verify=False)
+    parallel = nn.DataParallel(Noted(network(name)), device_ids)
+    modules: dict[str, nn.Module] = {"nn.DataParallel": parallel, "engine(x)": called}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def end_step() -> None:
+        """Take the last call of an accumulation, and the optimizer's step."""
+        criterion(called(inputs), targets).backward()
+        optimizer.step()
+
+    end_step()
+    values.remove()
+    found: dict[tuple[str, int, str], list[float]] = collections.defaultdict(list)
+    for number in range(_WARM_UPS + rounds):
+        for title, module in modules.items():
+            _TIMES.clear()
+            start = time.perf_counter()
+            with called.no_sync():
+                criterion(module(inputs), targets).backward()
+            _TIMES[0, "all is done"] = time.perf_counter()
+            if number >= _WARM_UPS:
+                for (device, event), moment in _TIMES.items():
+                    found[title, device, event].append(moment - start)
+        end_step()
+    print(f"| {name} | GPU | {' | '.join(_EVENTS)} |")
+    print("|---|" + "---:|" * (1 + len(_EVENTS)))
+    for title in modules:
+        for device in device_ids:
+            cells = []
+            for event in _EVENTS:
+                moments = found[title, device, event]
+                cells.append(f"{_median_ms(moments):.1f}" if moments else "")
+            print(f"| {title} | {device} | {' | '.join(cells)} |")
+
+
 def _median_ms(seconds: Sequence[float]) -> float:
     return 1e3 * statistics.median(seconds)
 
@@ -234,7 +316,7 @@ def _ratio(times: Sequence[float], plain: Sequence[float]) -> float:
 def main() -> None:
     """Parse the command line and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("lines", choices=["counts", "time", "layout", "line"])
+    parser.add_argument("lines", choices=["counts", "time", "call", "layout", "line"])
     parser.add_argument("--model", choices=["resnet50", "gpt"], nargs="+")
     parser.add_argument("--cards", type=int, nargs="+")
     parser.add_argument("--accum", type=int, nargs="+")
@@ -251,7 +333,11 @@ def main() -> None:
     if options.lines == "counts":
         print_counts(model, cards, accum)
         return
-    values.install()  # the other two are processes that print lines
+    values.install()
+    if options.lines == "call":
+        print_call(model, cards[-1], options.rounds)
+        return
+    # The other two are processes that print lines.
     if options.lines == "layout":
         print_layout(model, cards[0], accum)
     else:

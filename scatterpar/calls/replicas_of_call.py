@@ -101,7 +101,13 @@ class ReplicasOfCall:
         # Tensors that are made in inference mode could not be trained later.
         with torch.inference_mode(False), torch.no_grad():
             places = replica_set.broadcast.places
-            replica_set.follow(self._replicated, self.device_ids, may_lack_data=True)
+            if not self.shared_data.is_as_left():
+                replica_set.forget()
+            replica_set.follow(
+                self._replicated,
+                self.device_ids,
+                share=self.shared_data.share_removals,
+            )
             are_in_place = replica_set.broadcast.places is places
             seen = replica_set.builds, replica_set.sends
             # Between training and evaluation a loop may swap values, through ``.data``.

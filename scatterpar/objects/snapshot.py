@@ -146,15 +146,15 @@ class Snapshot:
                 changes.append((number, position, value))
         return changes if self._facts() == self._known else None
 
-    def new_data(self, registries: Container[int]) -> list[int] | None:
-        """The numbers of the containers in which data was written.
+    def new_data(self, registries: Container[int]) -> list[tuple[int, Any, Any]] | None:
+        """Number, container and saved contents of each in which data was written.
 
         Returns ``None`` if anything else was written, such as a module, or something in
         ``registries``, by ``id``.
         """
         if self._facts() != self._known:
             return None
-        numbers: list[int] = []
+        changes: list[tuple[int, Any, Any]] = []
         for number, container, saved in self.changed():
             if id(container) in registries:
                 return None
@@ -165,8 +165,8 @@ class Snapshot:
                     is_same_value = key in others and others[key] is value
                     if not is_same_value and not consists_of_values(value):
                         return None
-            numbers.append(number)
-        return numbers
+            changes.append((number, container, saved))
+        return changes
 
     def accept(self) -> None:
         """Remember the present contents."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -24,7 +24,7 @@ from scatterpar.errors import warn
 from scatterpar.objects import references
 from scatterpar.objects.quantised import composite_like, is_composite
 from scatterpar.objects.references import MUTABLE_CONTAINERS, parts_of
-from scatterpar.objects.snapshot import refill
+from scatterpar.objects.snapshot import entries_of, refill
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.module_contents import ModuleContents
 from scatterpar.replicas.shallow_copy import new_like
@@ -102,17 +102,37 @@ class ModuleCopy:
             return self._container(value)
         return self._fill(value, copy.copy(value))  # a state of a quantised weight
 
-    def refill(self, number: int) -> None:
-        """Write copies of what a container refers to now into the container's copy.
+    def refill(self, number: int, saved: Any, new: Mapping[Any, Any]) -> None:
+        """Write what a container refers to now into the container's copy.
 
-        What has no copy is shared.
+        Args:
+            number: the container's.
+            saved: what the container had when its copy was filled.
+            new: the copy's values for some of the container's keys or positions.
+
+        A value that the container had already stays the copy's. Others are shared.
         """
         container = self._contents.containers[number]
         copied = self.containers[number]
-        if not isinstance(container, dict):
+        if isinstance(container, set):  # its entries have no places
             refill(copied, map(self.copy_of, list(container)))
             return
-        entries = {self.copy_of(key): self.copy_of(v) for key, v in container.items()}
+        present = dict(entries_of(copied))
+        kept: dict[int, Any] = {}
+        for key, value in entries_of(saved):
+            kept[id(value)] = present.get(self.copy_of(key), value)
+        entries: dict[Any, Any] = {}
+        for key, value in list(entries_of(container)):
+            copied_key = self.copy_of(key)
+            if key in new:
+                entries[copied_key] = new[key]
+            elif id(value) in kept and type(value) not in PLAIN:
+                entries[copied_key] = kept[id(value)]
+            else:
+                entries[copied_key] = self.copy_of(value)
+        if not isinstance(container, dict):
+            refill(copied, entries.values())
+            return
         for key in copied.keys() - entries.keys():
             del copied[key]
         for key, value in entries.items():

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from itertools import compress, starmap
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -313,25 +321,32 @@ class ReplicaSet:
         self,
         root: Any,
         device_ids: tuple[torch.device, ...],
-        *,
-        may_lack_data: bool = False,
+        share: Callable[[], bool] | None = None,
     ) -> None:
         """Make the replicas match ``root``, except in values of tensors.
 
-        Replicas that ``may_lack_data`` need not have copies of data that was shared
-        before.
+        Args:
+            root: what is copied.
+            device_ids: one entry per replica.
+            share: for replicas that may share data with the user's containers. Called
+                if more has changed there than plain values. Returns whether the
+                replicas share what they lacked, so that no new ones are needed.
         """
         # By identity: an equal module has other parameters.
         is_new = root is not self.root or device_ids != self.device_ids
-        is_new |= self.lacks_data and not may_lack_data
+        is_new |= self.lacks_data and share is None
         self.root = root
         self.device_ids = device_ids
-        if is_new or not self._update_in_place(asks_places=True):
+        if is_new or not self._update_in_place(asks_places=True, share=share):
             self._build()
         for module, hook in self.computed:
             set_computed(module, hook)
         if self.computed:
             self.broadcast.forget_moved()
+
+    def forget(self) -> None:
+        """Let the next ``follow`` make new replicas."""
+        self.state = None
 
     def follow_values(self) -> None:
         """Copy changed plain values, such as flags, and which tensors require grad.
@@ -399,11 +414,14 @@ class ReplicaSet:
                 # Not zeros: the next step shall see which tensors are used.
                 tensor.grad = None
 
-    def _update_in_place(self, asks_places: bool) -> bool:
+    def _update_in_place(
+        self, asks_places: bool, share: Callable[[], bool] | None = None
+    ) -> bool:
         """Copy changed plain values, and set which tensors require grad. If it
         ``asks_places``, tensors whose storage was exchanged are found.
 
-        Returns ``False`` if anything else has changed, so that new replicas are needed.
+        Returns ``False`` if anything else has changed, and is not shared by ``share``,
+        so that new replicas are needed.
         Plain values are numbers, strings and flags: schedules change these at every
         step.
         """
@@ -423,7 +441,7 @@ class ReplicaSet:
                 self.state.apply_changes(changes)
                 for replica in self.replicas:
                     replica.apply_changes(changes)
-            else:
+            elif share is None or not share():
                 return False
             # Switches such as ``training`` change what a forward pass writes; a rate
             # does not.

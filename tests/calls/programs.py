@@ -59,6 +59,20 @@ class Own(nn.Module):
         return self._forward(self, *args, **kwargs)
 
 
+def _makes_mask(self, rows):
+    if self.mask is None:
+        self.mask = torch.arange(3, dtype=rows.dtype, device=rows.device)
+    return self.net(rows) * self.mask
+
+
+def _makes_tables(self, rows):
+    output = self.net(rows)
+    size = output.shape[1]
+    if size not in self.tables:
+        self.tables[size] = [torch.ones(size, dtype=rows.dtype, device=rows.device)]
+    return output + self.tables[size][0]
+
+
 def _tied():
     net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
     net[2].weight = net[0].weight
@@ -421,6 +435,12 @@ PROGRAMS = {
     ),
     "left in a list": Program(FillsList, _reads_list, BY_ENGINE_ALONE),
     "a counter": Program(_counter),
+    "a mask that the first call makes": Program(
+        lambda: Own(_makes_mask, net=mlp(), mask=None)
+    ),
+    "tables that the first call makes": Program(
+        lambda: Own(_makes_tables, net=mlp(), tables={})
+    ),
     # Gradients are rounded to bfloat16 in each replica.
     "autocast": Program(mlp, _under_autocast, relative=0.02),
 }

@@ -1,6 +1,8 @@
 """Data that calls leave: replicas share it between calls, and copy it for a step."""
 
-from harness.oracle import build, randn
+import pytest
+import torch
+from harness.oracle import assert_close, build, randn
 from torch import nn
 
 from calls.programs import Own, mlp
@@ -68,3 +70,127 @@ def test_changed_number_is_no_data():
     assert not replica_set.lacks_data
     engine(ROWS)
     assert replica_set.builds == 1
+
+
+def counts_in_list(self, rows):
+    if self.made is None:
+        self.made = []
+    self.made.append(len(rows))
+    return self.net(rows)
+
+
+def counts_in_nested_list(self, rows):
+    if self.made is None:
+        self.made = {"sizes": []}
+    self.made["sizes"].append(len(rows))
+    return self.net(rows)
+
+
+def sums_in_place(self, rows):
+    if self.made is None:
+        self.made = torch.zeros(6, dtype=rows.dtype)
+    self.made += rows.detach().sum(0)
+    return self.net(rows)
+
+
+MADE = [counts_in_list, counts_in_nested_list, sums_in_place]
+made_by = pytest.mark.parametrize("forward", MADE, ids=lambda f: f.__name__)
+
+
+def contents_of(made):
+    if isinstance(made, torch.Tensor):
+        return made.tolist()
+    return list(made["sizes"]) if isinstance(made, dict) else list(made)
+
+
+@pytest.mark.parametrize("layout", [["cpu"] * 2, ["cpu:0", "cpu:1"]], ids="+".join)
+@made_by
+def test_first_call_makes_what_one_replica_writes(forward, layout):
+    """Replicas wrote into the user's list, and both at once into the user's tensor."""
+    net = build(lambda: Own(forward, net=mlp(), made=None))
+    with ScatterOnceParallel(net, device_ids=layout, verify=False) as engine:
+        for _ in range(5):
+            engine(ROWS)
+    alone = build(lambda: Own(forward, net=mlp(), made=None))
+    for _ in range(5):
+        alone(ROWS[:4])
+    assert contents_of(net.made) == contents_of(alone.made)
+
+
+@made_by
+def test_what_loop_writes_reaches_replicas(forward):
+    engine, replica_set = engine_of(forward, made=None)
+    engine(ROWS)
+    made = engine.module.made
+    if isinstance(made, torch.Tensor):
+        made.zero_()
+    else:
+        (made["sizes"] if isinstance(made, dict) else made).clear()
+    engine(ROWS)
+    assert replica_set.builds == 2
+    # Numbers are those of the first replica.
+    expected = [4] if forward is not sums_in_place else ROWS[4:].sum(0).tolist()
+    assert contents_of(replica_set.replicas[1].root.made) == expected
+
+
+@pytest.mark.parametrize("name", ["log", "features", "rows"])
+def test_list_that_loop_clears_needs_no_new_replicas(name):
+    def forward(self, rows):
+        output = self.net(rows)
+        left = {"log": len(rows), "features": output.mean(), "rows": output}
+        self.left.append(left[name].detach() if name != "log" else left[name])
+        return output
+
+    engine, replica_set = engine_of(forward, left=[])
+    for _ in range(4):
+        engine.module.left.clear()
+        engine(ROWS)
+        assert len(engine.module.left) == 1
+        assert len(replica_set.replicas[1].root.left) == 1
+    assert replica_set.builds == 1
+
+
+def test_entries_that_move_stay_those_of_each_replica():
+    """The oldest goes, as from a queue."""
+
+    def forward(self, rows):
+        self.left.append(rows.sum(0))
+        return self.net(rows)
+
+    engine, replica_set = engine_of(forward, left=[])
+    for _ in range(3):
+        engine(ROWS)
+    engine.module.left.pop(0)
+    engine(ROWS)
+    assert replica_set.builds == 1
+    for left, rows in (
+        (engine.module.left, ROWS[:4]),
+        (replica_set.replicas[1].root.left, ROWS[4:]),
+    ):
+        assert len(left) == 3
+        for entry in left:
+            assert_close(entry, rows.sum(0), "an entry")
+
+
+def test_removed_tensor_frees_its_copies():
+    """A tensor that the replicas were made with."""
+    engine, replica_set = engine_of(lambda self, rows: self.net(rows), bank=[ROWS])
+    engine(ROWS)
+    engine.module.bank.clear()
+    engine(ROWS)
+    assert replica_set.builds == 2
+
+
+def test_replica_without_rows_gets_copy_of_its_own():
+    """Of a batch of one row only the first replica makes a mask."""
+
+    def forward(self, rows):
+        if self.mask is None:
+            self.mask = torch.ones(3, dtype=rows.dtype)
+        return self.net(rows) * self.mask
+
+    engine, replica_set = engine_of(forward, mask=None)
+    engine(ROWS[:1])
+    mask = replica_set.replicas[1].root.mask
+    assert mask is not engine.module.mask
+    assert torch.equal(mask, engine.module.mask)

@@ -64,6 +64,8 @@ CHOSEN = {
         "mean loss of labels inside",
         "left in an attribute",
         "left in a list",
+        "a mask that the first call makes",
+        "tables that the first call makes",
         "Hessian times vector",
         "gradient of one weight",
     )

@@ -61,7 +61,7 @@ class Own(nn.Module):
 
 def _makes_mask(self, rows):
     if self.mask is None:
-        self.mask = torch.arange(3, dtype=rows.dtype, device=rows.device)
+        self.mask = torch.arange(3, dtype=rows.dtype, device=rows.device)[None]
     return self.net(rows) * self.mask
 
 
@@ -69,7 +69,8 @@ def _makes_tables(self, rows):
     output = self.net(rows)
     size = output.shape[1]
     if size not in self.tables:
-        self.tables[size] = [torch.ones(size, dtype=rows.dtype, device=rows.device)]
+        table = torch.ones(1, size, dtype=rows.dtype, device=rows.device)
+        self.tables[size] = [table]
     return output + self.tables[size][0]
 
 

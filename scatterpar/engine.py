@@ -605,7 +605,9 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         pieces = None if request.whole_batch else micro_batches(batches, plan)
         # First: it may read labels from a device, and would wait for copies in the
         # queue.
-        attempt.weights = compute_loss_weights(request, plan, pieces)
+        attempt.weights = compute_loss_weights(
+            request, plan, pieces, is_of_rank=self._ranks is not None
+        )
         return scatter(batches, plan, attempt.transfers)
 
     @contextlib.contextmanager

@@ -717,6 +717,15 @@ SABOTAGES = [
         seen_by="test_no_terms_backward_gives_nothing",
     ),
     Sabotage(
+        name="a rank of labels without weight adds nothing, though they are smoothed",
+        promise="exact",
+        file="step/loss_weights.py",
+        place="compute_loss_weights",
+        text="total > 0 or is_of_rank",
+        replacement="total > 0",
+        seen_by="test_rank_without_weight_adds_smoothing",
+    ),
+    Sabotage(
         name="gather averages 0-dim entries with equal weights",
         promise="exact",
         file="pair/pair.py",

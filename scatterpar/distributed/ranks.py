@@ -145,7 +145,9 @@ class Ranks:
         flats, sums = _packed_by_dtype(self._parts_of(outcome, statistics))
         names = _names_to_log(outcome)
         kind = f"{self._kind_of_sums(outcome, sums)} {names}"
-        weight = outcome.terms if is_mean else 1.0  # of this rank's loss
+        weights = outcome.attempt.weights
+        # Of this rank's loss. A sum of terms counts even if they have no weight.
+        weight = weights.divisor if weights.sums else outcome.terms
         summands = [outcome.terms, outcome.loss * weight]
         summands += [outcome.logged[name] * weight for name in names]
         # A rank that fails adds as many, and does not know the names.

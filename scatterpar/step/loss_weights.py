@@ -42,7 +42,7 @@ class LossWeights(NamedTuple):
             for a sum 1.
         terms: the number of terms that the batch's loss averages over; 1 for a sum.
         sums: whether criteria add their terms up (``as_sum``), because some cannot
-            average over none.
+            average over none. Of one rank, they may have no terms at all.
     """
 
     by_share: list[list[float]]
@@ -54,16 +54,26 @@ class LossWeights(NamedTuple):
         """The factor of each micro-batch's loss."""
         if not self.sums:
             return self.by_share
-        return [[1.0 / self.terms] * len(parts) for parts in self.by_share]
+        return [[1.0 / self.divisor] * len(parts) for parts in self.by_share]
+
+    @property
+    def divisor(self) -> float:
+        """The number that sums of terms are divided by."""
+        return self.terms or 1.0
 
 
 def compute_loss_weights(
-    request: Request, plan: Plan, pieces: Iterable[tuple[Any, Any]] | None
+    request: Request,
+    plan: Plan,
+    pieces: Iterable[tuple[Any, Any]] | None,
+    *,
+    is_of_rank: bool = False,
 ) -> LossWeights:
     """Compute the factors with which the losses of a plan's micro-batches combine.
 
     ``pieces`` are the micro-batches, in the plan's order. Without them micro-batches
-    have no losses: the factors are numbers of rows, which weigh outputs.
+    have no losses: the factors are numbers of rows, which weigh outputs. With
+    ``is_of_rank`` other ranks have more rows of the batch.
     """
     spans = [span for share in plan.shares for span in share.micro_batches]
     total = 1.0
@@ -75,7 +85,8 @@ def compute_loss_weights(
         # Zero terms in all: the loss is 0, and a warning says that no label counts.
         total = sum(counts)  # if it is zero, all factors are zero
         # Only then can a micro-batch without terms have a loss.
-        sums = total > 0 and 0.0 in counts and is_smoothed(request)
+        has_terms = total > 0 or is_of_rank
+        sums = has_terms and 0.0 in counts and is_smoothed(request)
         factors = [count / total if count else 0.0 for count in counts]
     else:
         factors = [1.0] * len(spans)

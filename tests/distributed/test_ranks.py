@@ -170,6 +170,53 @@ def test_two_ranks_equal_one_device(case):
     run_on_ranks(2, case)
 
 
+# Class 0 has no weight, and its labels count by label smoothing alone.
+SMOOTHED = {
+    "weight": torch.tensor([0.0] + [1.0] * (CLASSES - 1), dtype=torch.float64),
+    "label_smoothing": 0.1,
+}
+SMOOTHED_LOSSES = {
+    "module": nn.CrossEntropyLoss(**SMOOTHED),
+    "partial": functools.partial(nn.functional.cross_entropy, **SMOOTHED),
+    "of pixels": nn.CrossEntropyLoss(**SMOOTHED),
+}
+
+
+def of_pixels(model, rows):
+    """Scores of two pixels of each row."""
+    return torch.stack([model.scores(rows), model.scores(rows.square())], 2)
+
+
+def smoothed_beside(group, rank, name):
+    """Two steps in which all labels of ``rank`` are of the class without weight."""
+    model, criterion = build(mlp), SMOOTHED_LOSSES[name]
+    inputs, labels = BATCH
+    if name == "of pixels":
+        model = build(lambda: Of(of_pixels, scores=linear()))
+        labels = torch.stack([labels, labels.flip(0)], 1)
+    labels = labels.clone()
+    labels.split(ROWS[group.size()])[rank].zero_()
+    expected_loss, expected = whole_batch(model, inputs, labels, criterion)
+    batch = *part(group, (inputs, labels)), criterion
+    with ScatterOnceParallel(
+        model, 2, ["cpu:0", "cpu:1"], process_group=group
+    ) as engine:
+        loss = engine.forward_backward(*batch)
+        assert_gradients(model, expected)
+        model.zero_grad()
+        engine.loss(*batch).backward()
+        assert_gradients(model, expected)
+    assert loss.item() == pytest.approx(expected_loss.item())
+
+
+@pytest.mark.parametrize(
+    ("size", "rank", "name"), [(2, 0, "module"), (3, 2, "partial"), (2, 1, "of pixels")]
+)
+def test_rank_without_weight_adds_smoothing(size, rank, name):
+    """Its smoothed labels were silently left out."""
+    run_on_ranks(size, smoothed_beside, rank, name)
+
+
 # --- one criterion over the outputs of all ranks ---
 
 

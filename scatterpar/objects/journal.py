@@ -100,7 +100,6 @@ class Journal:
             with threads.
         drawn: true from the first ``rewind`` or ``restore`` on that finds a generator
             moved.
-        written: what a ``restore`` has found written in place.
     """
 
     def __init__(
@@ -114,7 +113,6 @@ class Journal:
         self.walk = walk
         self.unsaved: list[str] = []
         self.drawn = False
-        self.written: list[Saved] = []
         self._generators: list[Saved] = []
         self._values: list[Saved] = []
         # Tensors whose values are not saved, with their versions.
@@ -195,15 +193,6 @@ class Journal:
         """Whether containers and variables refer to the same objects."""
         return self._references.is_same()
 
-    def is_same(self) -> bool:
-        """Whether everything is as it was saved."""
-        if any(vars(kind).keys() != names for kind, names in self._class_names):
-            return False
-        if any(type(module) is not kind for module, kind in self._kinds):
-            return False
-        values = chain(self._values, self._generators)
-        return self.refers_to_same() and all(saved.is_same() for saved in values)
-
     def changed_numbers(self) -> list[str]:
         """The names of variables, attributes and entries with another number now.
 
@@ -271,7 +260,9 @@ class Journal:
         self.rewind()
         self._references.restore()
         self._restore_classes()
-        self.written += _restore(self._values)
+        for saved in self._values:
+            if not saved.is_same():
+                saved.restore()
 
     def _restore_classes(self) -> None:
         """Remove attributes that calls have given to classes, and restore modules'."""
@@ -297,11 +288,3 @@ def _has_other_numbers(saved: Any, value: Any) -> bool:
         if key in entries and _has_other_numbers(entries[key], entry):
             return True
     return False
-
-
-def _restore(values: Sequence[Saved]) -> list[Saved]:
-    """Restore values that have changed. Returns these."""
-    changed = [value for value in values if not value.is_same()]
-    for value in changed:
-        value.restore()
-    return changed

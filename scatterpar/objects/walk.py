@@ -29,7 +29,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -159,8 +159,6 @@ class Walk:
 
     Args:
         roots: where the walk begins. A class leads to its attributes.
-        excluded: names of attributes of roots that are not followed.
-        enters_modules: whether modules that are no roots lead to what they hold.
 
     Attributes:
         values: all values, also those that lead to nothing.
@@ -175,13 +173,7 @@ class Walk:
         threaded: the numbers of the user's objects that have threads.
     """
 
-    def __init__(
-        self,
-        roots: Iterable[Any],
-        *,
-        excluded: Container[str] = (),
-        enters_modules: bool = True,
-    ) -> None:
+    def __init__(self, roots: Iterable[Any]) -> None:
         self.values: list[Any] = []
         self.places: list[Place] = []
         self.containers: list[tuple[int, PlaceKind, Any]] = []
@@ -190,8 +182,6 @@ class Walk:
         self.tensors: dict[int, Tensor] = {}
         self.weights: set[int] = set()
         self.threaded: list[int] = []
-        self._excluded = excluded
-        self._enters_modules = enters_modules
         self._depths: list[int] = []
         self._first_places: list[Place | None] = []
         # The ``id`` of values; of a global also its name.
@@ -239,11 +229,7 @@ class Walk:
         return ()
 
     def _follow_entries(
-        self,
-        number: int,
-        container: Any,
-        kind: PlaceKind,
-        excluded: Container[str] = (),
+        self, number: int, container: Any, kind: PlaceKind
     ) -> Iterator[Entry]:
         """Save a container or ``__dict__``, and follow its entries."""
         if len(container) > _MAX_SAVED_ENTRIES:
@@ -259,9 +245,8 @@ class Walk:
         if isinstance(container, set):
             kind = PlaceKind.KEY
         for key, entry in items:
-            if key not in excluded:
-                yield PlaceKind.KEY, container, key, key
-                yield kind, container, key, entry
+            yield PlaceKind.KEY, container, key, key
+            yield kind, container, key, entry
 
     def _follow_container(self, number: int, container: Any) -> Iterator[Entry]:
         if getattr(type(container), "__getitem__", None) in _GETTERS:
@@ -270,10 +255,8 @@ class Walk:
             yield from self._follow_attributes(number, container)
 
     def _follow_attributes(self, number: int, value: Any) -> Iterable[Entry]:
-        """Follow the ``__dict__`` of an object, which may be a root."""
-        excluded = self._excluded if id(value) in self._root_ids else ()
-        attributes = attributes_of(value)
-        return self._follow_entries(number, attributes, PlaceKind.ATTRIBUTE, excluded)
+        """Follow the ``__dict__`` of an object."""
+        return self._follow_entries(number, attributes_of(value), PlaceKind.ATTRIBUTE)
 
     def _follow_tensor(self, number: int, tensor: Tensor) -> Iterator[Entry]:
         is_parameter = isinstance(tensor, nn.Parameter)
@@ -307,11 +290,9 @@ class Walk:
             yield PlaceKind.PART, module, "", original
             return
         self.modules.append(module)
-        # A lender exchanges whole modules, whose contents replicas have themselves.
-        if self._enters_modules or id(module) in self._root_ids:
-            # Networks may be deeper than the chains of objects in data.
-            self._depths[number] = 0
-            yield from self._follow_instance(number, module)
+        # Networks may be deeper than the chains of objects in data.
+        self._depths[number] = 0
+        yield from self._follow_instance(number, module)
 
     def _follow_view(self, number: int, view: Any) -> Iterator[Entry]:
         # Nothing else tells which dictionary it is of.

@@ -106,7 +106,6 @@ class Runs:
         deadline: float = math.inf,
         *,
         precision: Precision = Precision.SINGLE,
-        draws_constants: bool = False,
         rows_of_substeps: int | None = None,
     ) -> None:
         """After ``deadline``, a time of ``time.monotonic``, runs are inconclusive.
@@ -137,7 +136,7 @@ class Runs:
             precision,
         )
         self.precision = precision
-        self.draws_constants = draws_constants
+        self.draws_constants = False
         self.rounding = Rounding(task.share.device)
         # The tolerance stays that of the step: a right step may differ by as much.
         if precision is Precision.DOUBLE:

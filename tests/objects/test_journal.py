@@ -746,7 +746,7 @@ def test_look_and_step_agree_on_whose_it_is(name):
     holder = SimpleNamespace(value=value)
     net = nn.Identity()
     value.nets_of_test = [net]
-    walk = Walk([closing_over(holder)], enters_modules=False)
+    walk = Walk([closing_over(holder)])
     journal = Journal(walk)
     value.number_of_test = number
     journal.restore()

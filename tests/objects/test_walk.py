@@ -118,15 +118,9 @@ LEADING = {  # what a root holds, and the name of the place
 @pytest.mark.parametrize("name", LEADING)
 def test_places_lead_to_a_module(name):
     make, expected = LEADING[name]
-    walk = Walk([make()], enters_modules=False)
+    walk = Walk([make()])
     (number,) = [n for n, value in enumerate(walk.values) if value is TARGET]
     assert walk.name_of(number) == expected
-
-
-def test_excluded_names_are_not_followed():
-    owner = Owner(TARGET)
-    owner.args = nn.ReLU()
-    assert Walk([owner], excluded={"args"}).modules == [TARGET]
 
 
 NOT_FOLLOWED = {

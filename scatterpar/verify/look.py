@@ -166,8 +166,7 @@ def first_report(looks: Sequence[ReplicaLook], in_double: ReplicaLook) -> LookRe
                 if len(answers) == 1:  # of one that float64 does not refuse
                     answers += in_double.answers_for_step(answers[0])
         except Exception as error:
-            if _is_mistake_in_verify(error):
-                defect(f"in a look: {error!r}")
+            _tell_mistake(error)
             logger.debug("the first answer stands, since in float64: %s", error)
     return _joint_report(answers)
 
@@ -208,8 +207,7 @@ def _first_answers(looks: Sequence[ReplicaLook]) -> Sequence[Answer]:
                     first = replica_look.answer_for(parts)
                 # User code may need other rows, a dtype, or memory.
                 except Exception as failure:
-                    if _is_mistake_in_verify(failure):
-                        defect(f"in a look: {failure!r}")
+                    _tell_mistake(failure)
                     # Without its frames, which hold rows, outputs, and this object.
                     error = failure.with_traceback(None)
                     continue
@@ -225,14 +223,18 @@ def _first_answers(looks: Sequence[ReplicaLook]) -> Sequence[Answer]:
     raise Inconclusive(f"{type(error).__name__}: {error}", patience=1)
 
 
-def _is_mistake_in_verify(error: Exception) -> bool:
-    """Whether a line of ``verify/`` is mistaken, not the user's code that it calls."""
+def _tell_mistake(error: Exception) -> None:
+    """Tell of an error of a line of ``verify/``, not of the user's code that it calls.
+
+    Warns; raises ``Defect`` in the tests of this package.
+    """
     if not isinstance(error, _OF_MISTAKES):
-        return False
+        return
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     # Not of the whole package: its other folders refuse values of the user's by such
     # errors.
-    return Path(frames[-1].f_code.co_filename).parent == _VERIFY
+    if Path(frames[-1].f_code.co_filename).parent == _VERIFY:
+        defect(f"in a look: {error!r}")
 
 
 @dataclass(eq=False)
@@ -370,8 +372,7 @@ class ReplicaLook:
         try:
             again = self.answer_for(parts)
         except Exception as error:
-            if _is_mistake_in_verify(error):
-                defect(f"in a look: {error!r}")
+            _tell_mistake(error)
             # User code may need the step's formats, time or memory.
             logger.debug("the first answer stands, since in float64: %s", error)
             return answer
@@ -400,8 +401,7 @@ class ReplicaLook:
         try:
             return [self.answer_for(of_step)]
         except Exception as error:  # user code may need more rows than a part has
-            if _is_mistake_in_verify(error):
-                defect(f"in a look: {error!r}")
+            _tell_mistake(error)
             return []
 
     def verdict_of_broadcast(self) -> Verdict | None:
@@ -421,8 +421,7 @@ class ReplicaLook:
         try:
             broadcast = broadcast_of_rows(runs, micro_batches)
         except Exception as error:  # the module fails, or its outputs do not join
-            if _is_mistake_in_verify(error):
-                defect(f"in a look: {error!r}")
+            _tell_mistake(error)
             return None
         if broadcast is None:
             return None
@@ -461,8 +460,7 @@ class ReplicaLook:
             return measure(self.runs, rows)
         except Exception as error:
             # With other weights, or another seed: the step has neither.
-            if _is_mistake_in_verify(error):
-                defect(f"in a look: {error!r}")
+            _tell_mistake(error)
             return []
 
     def _at_once(self, rows: Part) -> RunResult:

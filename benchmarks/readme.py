@@ -33,9 +33,8 @@ PEERS = {
     ],
 }
 NAMES = {
-    "plain loop, 32 sub-steps": "loop of 32",
-    "plain loop, 16 sub-steps": "loop of 16",
-    "nn.DataParallel x 16": "loop of 16",
+    "plain loop, 32 sub-steps": "plain loop",
+    "nn.DataParallel x 16": "`nn.DataParallel`",
     "DistributedDataParallel, no_sync": "DDP",
     "accelerate, accumulate": "accelerate",
 }

@@ -111,6 +111,7 @@ class Broadcast:
         self._layout = _layout(contents)
         # To see later whether a tensor's storage, shape or strides were exchanged.
         self.places = list(map(Tensor.detach, self._tensors))
+        self._addresses = addresses(self._tensors)
         self.forms: Forms | None = None
         self._copies = {
             device: empty_like_on(self._tensors, device) for device in self.memories[1:]
@@ -151,6 +152,7 @@ class Broadcast:
         self.contents = contents  # another root may hold the same tensors
         self._forget_flat()
         self.places = list(map(Tensor.detach, self._tensors))
+        self._addresses = addresses(self._tensors)
         self.forms = None
         return True
 
@@ -160,13 +162,14 @@ class Broadcast:
         Returns ``False``, and changes nothing, if a kind or a shape is another.
         ``have_same_forms`` says that their forms are known to be the same.
         """
+        present = addresses(self._tensors)
+        # ``share_memory_`` and ``resize_`` move a storage, and all that refers to it.
+        if present != self._addresses:
+            return self.adopt(self.contents, self.memories)
         # Of thousands of small tensors: ``is_set_to`` takes longer. No other storage
-        # can have the address that a place has now; one that it had before it can,
-        # because ``share_memory_`` and ``resize_`` move a storage.
-        if have_same_forms:
-            present = addresses(self._tensors)
-            if present and present == addresses(self.places):
-                return True
+        # can have the address that a place has now; one that it had before it can.
+        if have_same_forms and present and present == addresses(self.places):
+            return True
         return self.are_in_place() or self.adopt(self.contents, self.memories)
 
     def forget_moved(self) -> None:

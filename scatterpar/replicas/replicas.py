@@ -660,6 +660,8 @@ class Replica(ModuleCopy):
         self._own_tensors = [self.tensors[number] for number in self._own]
         self._own_places = [self._places[number] for number in self._own]
         self._own_addresses = addresses(self._own_tensors)
+        # Of all tensors; empty if they may have changed.
+        self._addresses: Sequence[int] = ()
         self._own_versions = [-1] * len(self._own)
         # Cut once: ``reset`` puts exchanged storages back, so shapes stay.
         self._messages = messages(dict(enumerate(self._private)))
@@ -704,6 +706,8 @@ class Replica(ModuleCopy):
         ``requires_grad``. With ``lazily``, what is no buffer's storage waits for
         ``restore``: a replica whose sub-steps are all replayed runs no Python.
         """
+        if self.was_called or not lazily:
+            self._addresses = ()
         has_buffers_in_place = lazily and self.has_buffers_in_place()
         self.was_called = False
         if not has_buffers_in_place:
@@ -877,6 +881,13 @@ class Replica(ModuleCopy):
             for tensor, storage in self._places
             if not tensor.is_set_to(storage)
         }
+
+    def addresses(self) -> Sequence[int]:
+        """Where its tensors begin in memory, as of the last ``reset``."""
+        # Nobody moves those of a replica that was not called.
+        if not self._addresses:
+            self._addresses = addresses(self.tensors)
+        return self._addresses
 
     def is_as_reset(self) -> bool:
         """Whether forward passes have rebound nothing since the last ``reset``."""

@@ -196,7 +196,11 @@ def test_former_address_is_of_another_storage(module, broadcast):
     array = numpy.ones(4, dtype=numpy.float32)
     module.weight.data = torch.from_numpy(array)
     assert broadcast.adopt_storages()
+    places = broadcast.places
     module.weight.share_memory_()  # moves the storage; the array stays
+    assert broadcast.adopt_storages(have_same_forms=True)
+    # Captured sub-steps have the former address.
+    assert broadcast.places is not places
     places = broadcast.places
     assert broadcast.adopt_storages(have_same_forms=True)
     assert broadcast.places is places

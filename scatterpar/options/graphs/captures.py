@@ -173,7 +173,7 @@ class ReplicaGraphs:
         # tensors whose addresses follow.
         state += map(id, task.leaves)
         for replica in task.replicas:
-            state += map(Tensor.data_ptr, replica.tensors)
+            state += replica.addresses()
         if state != self._state:
             self.forget()
             self._state = state

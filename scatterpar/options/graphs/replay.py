@@ -116,30 +116,40 @@ class GraphedSubsteps(Substeps):
         self._attempt = attempt
         self._plan = plan
         self._decision = decision
+        self._has_begun = False
+        # The static tensors that have all gradients so far, if no leaf refers to them.
+        self._unassigned: Mapping[int, Tensor] | None = None
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """As ``Substeps.run``, but captures or replays a graph if possible."""
         key = self._plan.keys[number]
         if key is None or self._decision.refusal:
-            return super().run(number, weight, rows)
+            return self._run_eagerly(number, weight, rows)
         graph = self._graphs.find(key, self._plan.step.step)
         is_checked = number in self._plan.checked
         if graph is None:
             # What is checked in each step is never replayed.
             if is_checked or not self._graphs.make_room(self._plan.step.step):
-                return super().run(number, weight, rows)
+                return self._run_eagerly(number, weight, rows)
             return self._first_run(key, number, weight)
         if graph.replay is None:
             if is_checked:
-                return super().run(number, weight, rows)
+                return self._run_eagerly(number, weight, rows)
             if len(graph.tapes) < _RUNS:
                 return self._run_on_tape(graph, number, weight)
             self._capture(graph, number)
             if graph.replay is None:
-                return super().run(number, weight, rows)
+                return self._run_eagerly(number, weight, rows)
         if is_checked:
             return self._checked_run(graph, number, weight)
         return self._replayed(graph, number, weight)
+
+    def _run_eagerly(
+        self, number: int, weight: float, rows: Any = None
+    ) -> tuple[Tensor, Any]:
+        """Run a sub-step that has no graph."""
+        self._assign_to_leaves()
+        return super().run(number, weight, rows)
 
     # --- before the capture ---
 
@@ -147,6 +157,7 @@ class GraphedSubsteps(Substeps):
         self, key: Hashable, number: int, weight: float
     ) -> tuple[Tensor, Any]:
         """Run a sub-step of a new shape, and see which leaves get a gradient."""
+        self._assign_to_leaves()
         leaves = self._task.leaves
         earlier = [leaf.grad for leaf in leaves]
         for leaf in leaves:
@@ -302,6 +313,7 @@ class GraphedSubsteps(Substeps):
 
         Restores all state.
         """
+        self._assign_to_leaves()
         task = replace(self._task, is_profiled=False)
         # Later graphs of a replica use the memory of the first.
         is_first = not self._graphs.num_captured()
@@ -407,7 +419,7 @@ class GraphedSubsteps(Substeps):
         assert graph.replay is not None
         # Copies: the next rows arrive while the graph reads these.
         copy_each(nested.tensors(graph.rows), nested.tensors(rows))
-        self._accumulate_in(graph.gradients)
+        self._replay_into(graph.gradients)
         graph.factor.fill_(weight * self._request.scale)
         with self._task.span("replay", number):
             graph.replay()
@@ -420,29 +432,56 @@ class GraphedSubsteps(Substeps):
         output = nested.map_tensors(Tensor.clone, graph.output)
         return loss, detached_output(output, self._request.return_outputs)
 
+    def _replay_into(self, static: Mapping[int, Tensor]) -> None:
+        """Make static tensors the sums so far, to which a replay adds.
+
+        A replay asks no leaf for its ``.grad``. So a replica whose sub-steps are all
+        replayed does nothing per leaf.
+        """
+        if not self._has_begun:
+            self._has_begun = True
+            self._zero(static)
+            self._unassigned = static
+        elif self._unassigned is None or self._unassigned.keys() != static.keys():
+            self._accumulate_in(static)
+
+    def _assign_to_leaves(self) -> None:
+        """Let leaves refer to the static tensors with their gradients, for a sub-step
+        that Python runs.
+        """
+        self._has_begun = True
+        if self._unassigned is not None:
+            for position, gradient in self._unassigned.items():
+                self._task.leaves[position].grad = gradient
+            self._unassigned = None
+
     def _accumulate_in(self, static: Mapping[int, Tensor]) -> None:
         """Make static tensors the leaves' ``.grad``, with the gradients accumulated so
         far.
         """
+        self._assign_to_leaves()
         leaves = self._task.leaves
-        without_gradient: list[Tensor] = []
+        without_gradient: dict[int, Tensor] = {}
         for position, gradient in static.items():
             leaf = leaves[position]
             earlier = leaf.grad
             if earlier is gradient:
                 continue
             if earlier is None:
-                without_gradient.append(gradient)
+                without_gradient[position] = gradient
             else:  # that of a sub-step without a graph
                 write(gradient, earlier)
             leaf.grad = gradient
-        # Few kernels, not one per tensor.
+        self._zero(without_gradient)
+
+    def _zero(self, static: Mapping[int, Tensor]) -> None:
+        """Zero static tensors, in few kernels, not one per tensor."""
         flat = self._graphs.gradients
-        if len(without_gradient) == len(flat.parts):
+        if len(static) == len(flat.parts):
             for tensor in flat.flat.values():
                 tensor.zero_()
-        elif without_gradient:
-            torch._foreach_zero_(without_gradient)
+        elif static:
+            torch._foreach_zero_(list(static.values()))
 
     def finish(self) -> FlatGradients | None:
         """Take gradients out of the static tensors, which later steps write.
@@ -452,10 +491,13 @@ class GraphedSubsteps(Substeps):
         """
         leaves = self._task.leaves
         static = self._graphs.gradients
+        is_alone = len(self._task.replicas) == 1
+        unassigned = self._unassigned or {}
+        if is_alone and unassigned and unassigned.keys() == static.parts.keys():
+            return static
+        self._assign_to_leaves()
         parts = list(map(static.parts.get, range(len(leaves))))
-        if len(self._task.replicas) == 1 and all(
-            map(is_, map(_GRAD_OF_LEAF, leaves), parts)
-        ):
+        if is_alone and all(map(is_, map(_GRAD_OF_LEAF, leaves), parts)):
             for leaf in leaves:
                 leaf.grad = None
             return static

@@ -640,7 +640,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 self._workers.abandoned = False
                 self._replicas.discard()
             else:
-                self._replicas.clear_step_state()
+                attempt.clear_replicas()
 
     def plan(self, rows: int | Sequence[int]) -> Plan:
         """The shares and micro-batches for a batch of ``rows``; ``print`` shows a

@@ -1665,9 +1665,9 @@ SABOTAGES = [
     Sabotage(
         name="replicas keep the gradients of the last step",
         promise="never stale",
-        file="engine.py",
-        place="ScatterOnceParallel._attempt",
-        text="self._replicas.clear_step_state()",
+        file="step/attempt.py",
+        place="Attempt.clear_replicas",
+        text="self.replicas.clear_step_state()",
         replacement="pass",
         seen_by="test_unused_parameter_keeps_its_gradient",
     ),

@@ -109,6 +109,13 @@ class Attempt:
         self.retries = 0
         self.writes = RowWrites(known_writes or KnownWrites())
         self.garbage_is_collected = False
+        self._replicas_are_clear = False
+
+    def clear_replicas(self) -> None:
+        """Drop what the replicas keep of this attempt; later calls do nothing."""
+        if not self._replicas_are_clear:
+            self._replicas_are_clear = True
+            self.replicas.clear_step_state()
 
     def span(self, name: str) -> contextlib.AbstractContextManager[object]:
         """In a profiler the body, in the caller's thread, is a part of the step."""

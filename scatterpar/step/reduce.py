@@ -152,6 +152,7 @@ def reduce(attempt: Attempt, computed: Computed) -> Outcome:
         # While devices compute. Statistics are computed once, by those of all ranks.
         if statistics is None:
             outcome.prepared = outcome.prepared_commit()
+        attempt.clear_replicas()
     except Exception:
         # A device that failed in a sub-step may say so in any later call. The error of
         # its losses has a note that names the replica.

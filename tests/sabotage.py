@@ -1624,7 +1624,16 @@ SABOTAGES = [
         place="Broadcast.adopt_storages",
         text="present == addresses(self.places)",
         replacement="True",
-        seen_by="test_change_reaches_each_call",
+        seen_by="test_former_address_is_of_another_storage",
+    ),
+    Sabotage(
+        name="graphs read a parameter where it was before its storage moved",
+        promise="never stale",
+        file="replicas/broadcast.py",
+        place="Broadcast.adopt_storages",
+        text="present != self._addresses",
+        replacement="False",
+        seen_by="test_moved_storage_is_adopted_once",
     ),
     Sabotage(
         name="another shape in the same memory, or requires_grad, is not followed",

@@ -596,7 +596,7 @@ class CallGradients:
         # If one is frozen and has none, the other path asks.
         if len(known) < len(marks) or not all(map(is_, gradients, known)):
             return False
-        if any(mark.is_changed for mark in marks):
+        if True in [mark.is_changed for mark in marks]:
             return False
         return versions(known) == [mark.version for mark in marks]
 

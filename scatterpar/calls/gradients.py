@@ -83,23 +83,23 @@ class _Pass:
         is_selected: whether it computes the gradients of selected tensors, as
             ``autograd.grad`` does.
         arrived: gradients that wait when it has ended.
-        taken: gradients that have waited, and are parts of sums that autograd has not
-            accumulated yet: they wait again if the pass fails.
-        life: autograd drops what it refers to when the pass has ended, or has raised.
+        unaccumulated: gradients that have waited, and are parts of sums that autograd
+            has not accumulated yet: they wait again if the pass fails.
+        token: autograd drops what it refers to when the pass has ended, or has raised.
     """
 
     is_synced: bool
     is_selected: bool
     arrived: ByReplica
-    taken: ByReplica
-    life: weakref.ref[_Life]
+    unaccumulated: ByReplica
+    token: weakref.ref[_AutogradToken]
 
     def is_alive(self) -> bool:
         """Whether autograd, in some thread, still runs the pass."""
-        return self.life() is not None
+        return self.token() is not None
 
 
-class _Life:
+class _AutogradToken:
     """What autograd alone refers to, as long as it runs a backward pass."""
 
 
@@ -157,7 +157,7 @@ class CallGradients:
         self._devices = list(devices)
         self.blocks = _blocks(len(self._devices))
         self._passes: dict[int, _Pass] = {}
-        self._begins = threading.RLock()
+        self._passes_lock = threading.RLock()
         self._waiting: ByReplica = self._nothing()
         self._tensors: dict[int, Tensor] = {}  # the user's, for which gradients wait
         self._marks: dict[int, _Mark] = {}
@@ -247,7 +247,7 @@ class CallGradients:
         """Begin a backward pass, which has reached its first output of a call."""
         task = current_graph_task()
         # Outputs of the pair are reached in a thread per device: the others wait.
-        with self._begins:
+        with self._passes_lock:
             if task in self._passes:
                 return
             self._end_dead_passes()
@@ -274,17 +274,17 @@ class CallGradients:
         """Add a pass, which autograd ends.
 
         Apart from code that raises: a traceback that somebody keeps has its locals, and
-        would keep the pass's life.
+        would keep the token, and so the pass.
         """
-        life = _Life()
+        token = _AutogradToken()
         self._passes[task] = _Pass(
             self.is_synced,
             is_selected,
             self._nothing(),
-            taken=self._nothing(),
-            life=weakref.ref(life),
+            unaccumulated=self._nothing(),
+            token=weakref.ref(token),
         )
-        at_end_of_pass(partial(self._end_pass, task, life))
+        at_end_of_pass(partial(self._end_pass, task, token))
 
     def arrive(
         self, bucket: _Bucket, gradients: Sequence[Tensor | None]
@@ -316,23 +316,23 @@ class CallGradients:
             self._end_dead_passes()
         if not self._passes:  # it has reached the graph past all outputs
             self.begin_pass()
-        of_pass = self._passes.get(task)
-        if of_pass is not None and of_pass.is_selected:
-            if not of_pass.is_synced:
+        backward_pass = self._passes.get(task)
+        if backward_pass is not None and backward_pass.is_selected:
+            if not backward_pass.is_synced:
                 raise RuntimeError(_PARTLY_SELECTED)
             return self._sums(bucket, arrived)
         # The graph of a tensor that the user has computed may be gone in a later pass.
         if not bucket.tensors[0].is_leaf:
             return self._sums(bucket, arrived)
-        if of_pass is None:  # of a checkpoint inside of a replica
+        if backward_pass is None:  # of a checkpoint inside of a replica
             *_, around = self._passes.values()
             self._keep(around.arrived, arrived, bucket.tensors)
             return self._nothing_yet(bucket, gradients)
-        if not of_pass.is_synced:
-            self._keep(of_pass.arrived, arrived, bucket.tensors)
+        if not backward_pass.is_synced:
+            self._keep(backward_pass.arrived, arrived, bucket.tensors)
             return self._nothing_yet(bucket, gradients)
-        for waiting, taken, of_replica in zip(
-            self._waiting, of_pass.taken, arrived, strict=True
+        for waiting, unaccumulated, of_replica in zip(
+            self._waiting, backward_pass.unaccumulated, arrived, strict=True
         ):
             for tensor in bucket.tensors:
                 # One that was frozen after the call keeps what it has got before.
@@ -343,7 +343,7 @@ class CallGradients:
                 if earlier is not None:
                     _plus_in(of_replica, key, earlier)
                     if key in self._hooks:  # ``_note`` drops it again
-                        taken[key] = earlier
+                        unaccumulated[key] = earlier
         return self._sums(bucket, arrived)
 
     def _nothing_yet(
@@ -376,7 +376,7 @@ class CallGradients:
             parts = [by_replica[replica - 1] for replica in block]
             devices = [self._devices[replica] for replica in block]
             if not is_recorded:
-                parts = _overwritable(parts, devices)
+                parts = _cloned_targets(parts, devices)
             total = sum_in_order(
                 parts, devices, self.transfers, in_place=not is_recorded
             )
@@ -388,33 +388,38 @@ class CallGradients:
             sums += [total.get(id(tensor)) for tensor in bucket.tensors]
         return sums
 
-    def _end_pass(self, task: int, _: _Life) -> None:
+    def _end_pass(self, task: int, _: _AutogradToken) -> None:
         """End a backward pass: let its gradients wait, or add all that wait."""
-        of_pass = self._passes.pop(task)
-        if of_pass.is_selected:
+        backward_pass = self._passes.pop(task)
+        if backward_pass.is_selected:
             return
         self.streams.follow()
-        self.streams.record([*self._waiting, *of_pass.arrived])
+        self.streams.record([*self._waiting, *backward_pass.arrived])
         try:
             with torch.no_grad():
                 for waiting, arrived in zip(
-                    self._waiting, of_pass.arrived, strict=True
+                    self._waiting, backward_pass.arrived, strict=True
                 ):
                     _let_wait(waiting, arrived)
-            if not of_pass.is_synced:
+            if not backward_pass.is_synced:
                 self._mark()
                 return
         except BaseException:
-            # Without a mark nobody would see that the user drops them.
-            for waiting in self._waiting:
-                for key in waiting.keys() - self._marks.keys():
-                    del waiting[key]
+            self._drop_unmarked()
             raise
         self.were_added = True
         # Of checkpoints inside of replicas, and of parameters that only earlier passes
         # have used.
         self.add_waiting()
         self._release(())
+
+    def _drop_unmarked(self) -> None:
+        """Drop gradients that wait without a mark: nobody would see that the user drops
+        them.
+        """
+        for waiting in self._waiting:
+            for key in waiting.keys() - self._marks.keys():
+                del waiting[key]
 
     def end_failed_passes(self) -> None:
         """Forget passes that have raised, with what has arrived in them.
@@ -435,13 +440,15 @@ class CallGradients:
 
     def _end_dead_passes(self) -> None:
         """As ``end_failed_passes``, also in another backward pass: a retry, say."""
-        with self._begins:
-            for task, of_pass in list(self._passes.items()):
-                if of_pass.is_alive():
+        with self._passes_lock:
+            for task, backward_pass in list(self._passes.items()):
+                if backward_pass.is_alive():
                     continue
                 del self._passes[task]
-                for waiting, taken in zip(self._waiting, of_pass.taken, strict=True):
-                    for key, gradient in taken.items():
+                for waiting, unaccumulated in zip(
+                    self._waiting, backward_pass.unaccumulated, strict=True
+                ):
+                    for key, gradient in unaccumulated.items():
                         _plus_in(waiting, key, gradient)
                 self._release(())
 
@@ -490,7 +497,7 @@ class CallGradients:
             parts.append({key: waiting.pop(key) for key in keys & waiting.keys()})
         with torch.no_grad():
             # The first one is of replica 0, whose gradients are there already.
-            parts = _overwritable([{}, *parts], self._devices)
+            parts = _cloned_targets([{}, *parts], self._devices)
             sums = sum_in_order(parts, self._devices, self.transfers, in_place=True)
         pairs = [(self._tensors[key], gradient) for key, gradient in sums.items()]
         self._release(keys)
@@ -667,10 +674,10 @@ class CallGradients:
     def _note(self, tensor: Tensor) -> None:
         """Autograd has accumulated a gradient, such as a penalty's; others wait."""
         key = id(tensor)
-        of_pass = self._passes.get(current_graph_task())
-        if of_pass is not None and of_pass.is_synced:  # others take nothing
-            for taken in of_pass.taken:
-                taken.pop(key, None)
+        backward_pass = self._passes.get(current_graph_task())
+        if backward_pass is not None and backward_pass.is_synced:  # others take nothing
+            for unaccumulated in backward_pass.unaccumulated:
+                unaccumulated.pop(key, None)
         mark = self._marks.get(key)
         if mark is None or mark.gradient is None:
             return
@@ -802,7 +809,7 @@ def _buckets(slots: Sequence[Slot], alone: frozenset[int]) -> list[list[int]]:
     return buckets
 
 
-def _overwritable(parts: ByReplica, devices: Sequence[torch.device]) -> ByReplica:
+def _cloned_targets(parts: ByReplica, devices: Sequence[torch.device]) -> ByReplica:
     """Clone the gradients that a sum in the tree's order may overwrite.
 
     Autograd's tensors may be somebody else's, too: ``a + b`` gives both parameters one

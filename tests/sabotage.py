@@ -1636,6 +1636,15 @@ SABOTAGES = [
         seen_by="test_moved_storage_is_adopted_once",
     ),
     Sabotage(
+        name="graphs stay where a parameter moves beside an empty buffer",
+        promise="never stale",
+        file="replicas/replicas.py",
+        place="Replica.addresses",
+        text="self._addresses or list(map(Tensor.data_ptr, self.tensors))",
+        replacement="self._addresses",
+        seen_by="test_moved_storage_seen_beside_an_empty_tensor",
+    ),
+    Sabotage(
         name="another shape in the same memory, or requires_grad, is not followed",
         promise="never stale",
         file="replicas/replicas.py",

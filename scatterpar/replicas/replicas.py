@@ -660,7 +660,7 @@ class Replica(ModuleCopy):
         self._own_tensors = [self.tensors[number] for number in self._own]
         self._own_places = [self._places[number] for number in self._own]
         self._own_addresses = addresses(self._own_tensors)
-        # Of all tensors; empty if they may have changed.
+        # Of all tensors; empty if they may have changed, or a tensor has no memory.
         self._addresses: Sequence[int] = ()
         self._own_versions = [-1] * len(self._own)
         # Cut once: ``reset`` puts exchanged storages back, so shapes stay.
@@ -887,7 +887,8 @@ class Replica(ModuleCopy):
         # Nobody moves those of a replica that was not called.
         if not self._addresses:
             self._addresses = addresses(self.tensors)
-        return self._addresses
+        # Beside one without memory, such as an empty buffer, the others have theirs.
+        return self._addresses or list(map(Tensor.data_ptr, self.tensors))
 
     def is_as_reset(self) -> bool:
         """Whether forward passes have rebound nothing since the last ``reset``."""

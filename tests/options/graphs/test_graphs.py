@@ -488,6 +488,19 @@ def test_changed_module_captured_again(two_places, change):
             change(model)
 
 
+@pytest.mark.parametrize("empty", [nn.Buffer, nn.Parameter])
+def test_moved_storage_seen_beside_an_empty_tensor(two_places, empty):
+    _, inputs, targets = problem()
+    nothing = empty(torch.zeros(0, dtype=torch.float64, device=home()))
+    model = of_body(lambda model, x: model.body(x), nothing=nothing)
+    with graphed(model, 6, two_places) as engine:
+        for _ in range(8):
+            assert_step(engine, inputs, targets, LOSS)
+        for _ in range(3):  # steps in which one replica alone is proved
+            CHANGES["storage"](model)
+            assert_step(engine, inputs, targets, LOSS)
+
+
 def test_changed_criterion_captured_again(two_places):
     model, inputs, targets = problem()
     scale = 1.0

@@ -158,6 +158,7 @@ class CallGradients:
         self.blocks = _blocks(len(self._devices))
         self._passes: dict[int, _Pass] = {}
         self._passes_lock = threading.RLock()
+        self._other_pass = -1  # a pass of none of the calls, which ends by adding
         self._waiting: ByReplica = self._nothing()
         self._tensors: dict[int, Tensor] = {}  # the user's, for which gradients wait
         self._marks: dict[int, _Mark] = {}
@@ -453,12 +454,13 @@ class CallGradients:
                 self._release(())
 
     def _have_hooks(self, tensors: Sequence[Tensor]) -> list[bool]:
-        """Whether each of the user's tensors has hooks, beside ``_note``."""
+        """Whether each of the user's tensors has hooks, beside ``_note`` of engines."""
         own = self._hooks
         before = map(HOOKS_BEFORE, tensors)
         after = map(HOOKS_AFTER, tensors)
         return [
-            bool(hooks_before) or len(hooks_after or ()) > (id(tensor) in own)
+            bool(hooks_before)
+            or (len(hooks_after or ()) > (id(tensor) in own) and _has_others(tensor))
             for tensor, hooks_before, hooks_after in zip(
                 tensors, before, after, strict=True
             )
@@ -565,10 +567,19 @@ class CallGradients:
         Raises:
             RuntimeError: a ``.grad`` has changed in another way.
         """
+        changed = self._forget_dropped()
+        if changed is not None:
+            raise RuntimeError(_changed_while_waiting(changed))
+
+    def _forget_dropped(self) -> Tensor | None:
+        """Drop what the user has, unless a ``.grad`` has changed in another way.
+
+        Returns the tensor with this ``.grad``, if there is one.
+        """
         if not self._marks or not self.is_waiting:
-            return
+            return None
         if self._are_as_marked():
-            return
+            return None
         dropped: set[int] = set()
         is_kept = False
         # Without one of replica 0's there is nothing that could be dropped.
@@ -585,7 +596,7 @@ class CallGradients:
             elif not mark.is_changed and _has_no_entry(gradient):
                 dropped.add(key)
             else:
-                raise RuntimeError(_changed_while_waiting(self._tensors[key]))
+                return self._tensors[key]
         # Without a gradient of replica 0's, others go as those beside them do.
         if dropped and not is_kept:
             dropped = set(self._marks)
@@ -593,6 +604,7 @@ class CallGradients:
             for key in dropped:
                 waiting.pop(key, None)
         self._release(dropped)
+        return None
 
     def _are_as_marked(self) -> bool:
         """Whether nobody has changed the user's gradients since ``_mark``."""
@@ -678,6 +690,8 @@ class CallGradients:
         if backward_pass is not None and backward_pass.is_synced:  # others take nothing
             for unaccumulated in backward_pass.unaccumulated:
                 unaccumulated.pop(key, None)
+        elif backward_pass is None and self.is_synced:
+            self._add_at_end_of_pass()
         mark = self._marks.get(key)
         if mark is None or mark.gradient is None:
             return
@@ -690,6 +704,25 @@ class CallGradients:
             mark.is_changed = True
         self._probes.pop(key, None)
         mark.version = present
+
+    def _add_at_end_of_pass(self) -> None:
+        """Add all that waits when the present backward pass ends, unless a pass of
+        calls runs: its end adds them.
+
+        Such as the pass of a step, of the module itself, or of a penalty, which may be
+        the last one before an optimizer's step.
+        """
+        self._end_dead_passes()
+        task = current_graph_task()
+        if self._passes or task == self._other_pass:
+            return
+        self._other_pass = task
+        at_end_of_pass(self._end_other_pass)
+
+    def _end_other_pass(self) -> None:
+        # What was changed is an error for whoever needs it. It may yet be dropped.
+        if self._forget_dropped() is None:
+            self.add_waiting()
 
     def _release(self, keys: Iterable[int]) -> None:
         """Forget these tensors, for which nothing waits any more."""
@@ -807,6 +840,13 @@ def _buckets(slots: Sequence[Slot], alone: frozenset[int]) -> list[list[int]]:
         buckets[-1].append(slot.number)
         free_bytes -= slot.tensor.nbytes
     return buckets
+
+
+def _has_others(tensor: Tensor) -> bool:
+    """Whether a tensor has hooks after its gradient that are not of engines."""
+    engines = list(_all_gradients)  # two may train a tensor
+    own = sum(id(tensor) in gradients._hooks for gradients in engines)
+    return len(HOOKS_AFTER(tensor)) > own
 
 
 def _cloned_targets(parts: ByReplica, devices: Sequence[torch.device]) -> ByReplica:

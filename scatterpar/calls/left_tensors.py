@@ -28,7 +28,7 @@ from scatterpar.calls.replicas_of_call import ReplicasOfCall
 from scatterpar.calls.shared_data import DataPlace
 from scatterpar.errors import Told, warn
 from scatterpar.objects.snapshot import entries_of
-from scatterpar.replicas.computed_weights import name_of_computed
+from scatterpar.replicas.computed_weights import name_of_computed, spectral_weights
 from scatterpar.replicas.refused_modules import refuse_created
 from scatterpar.replicas.replicas import Replica
 
@@ -54,6 +54,8 @@ def join_left_tensors(
         (id(vars(module)), name_of_computed(hook))
         for module, hook in replica_set.computed
     }
+    for module, name in spectral_weights(replica_set.modules):
+        known.add((id(vars(module)), name))
     left: list[dict[DataPlace, Any]] = [{} for _ in others]
     for number, container, saved in changed:
         before = dict(entries_of(saved))

@@ -228,9 +228,9 @@ class ReplicasOfCall:
             self._has_told_of_hooks = True
             warn(
                 "hooks inside of the module run once per replica, each for its own "
-                "rows; nothing to do if hooks keep tensors with one entry per row: the "
-                "engine joins them. If hooks keep other values, you get the values of "
-                "replica 0 only"
+                "rows; nothing to do if forward hooks keep tensors with one entry per "
+                "row: the engine joins them. If hooks keep other values, such as "
+                "gradients, you get the values of replica 0 only"
             )
         # By identity: equal lists are not the same list.
         boxes = list(_boxes_of(hooks)) if hooks else []

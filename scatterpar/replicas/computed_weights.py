@@ -12,11 +12,12 @@ pass would.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 from torch.nn.utils import prune
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 
@@ -53,6 +54,18 @@ def computing_hooks(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Any]]
             if isinstance(hook, (prune.BasePruningMethod, WeightNorm)):
                 hooks.append((module, hook))
     return hooks
+
+
+def spectral_weights(
+    modules: Iterable[nn.Module],
+) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the modules with ``torch.nn.utils.spectral_norm``, each with the attribute
+    that it computes. Forward passes alone set that attribute.
+    """
+    for module in modules:
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                yield module, hook.name
 
 
 def computed_tensors(hooks: Iterable[tuple[nn.Module, Any]]) -> set[int]:

@@ -1,6 +1,7 @@
 """Gradients of replicas: hooks, what waits, what is dropped, what is refused."""
 
 import contextlib
+import copy
 import itertools
 import threading
 from functools import partial
@@ -685,6 +686,104 @@ def test_penalty_while_gradients_wait_drops_nothing(pair):
             loss_of(call).backward()
             sum(p.square().sum() for p in module.parameters()).backward()
         loss_of(call).backward()
+    assert_gradients(net, gradients(plain))
+
+
+def _by_a_step(engine, call, module):
+    if call is engine:
+        engine.forward_backward(ROWS, LABELS, nn.CrossEntropyLoss())
+    else:
+        loss_of(call).backward()
+
+
+def _by_a_loss(engine, call, module):
+    if call is engine:
+        engine.loss(ROWS, LABELS, nn.CrossEntropyLoss()).backward()
+    else:
+        loss_of(call).backward()
+
+
+def _by_the_module(engine, call, module):
+    loss_of(module).backward()
+
+
+def _by_a_penalty(engine, call, module):
+    sum(p.square().sum() for p in module.parameters()).backward()
+
+
+def _by_a_part_of_the_module(engine, call, module):
+    module[0](ROWS).square().mean().backward()
+
+
+@pytest.mark.filterwarnings("error:an optimizer steps while gradients wait")
+@pytest.mark.parametrize(
+    "end",
+    [
+        _by_a_step,
+        _by_a_loss,
+        _by_the_module,
+        _by_a_penalty,
+        _by_a_part_of_the_module,
+    ],
+)
+def test_last_pass_not_of_a_call_adds_what_waits(pair, end):
+    engine, net, plain = pair
+    for _ in range(2):
+        for call, module in ((engine, net), (plain, plain)):
+            with engine.no_sync():
+                loss_of(call).backward()
+                loss_of(call).backward()
+            end(engine, call, module)
+        # Whoever clips now sees the whole gradient.
+        assert_gradients(net, gradients(plain))
+        optimizer = torch.optim.SGD([*net.parameters(), *plain.parameters()], 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_pass_not_of_a_call_inside_of_no_sync(pair):
+    engine, net, plain = pair
+    with engine.no_sync():
+        loss_of(engine).backward()
+        _by_a_penalty(engine, engine, net)
+    for _ in range(2):
+        loss_of(plain).backward()
+    _by_a_penalty(engine, plain, plain)
+    # What waits is not there yet: the parts of the other replicas.
+    with pytest.raises(AssertionError):
+        assert_gradients(net, gradients(plain))
+    loss_of(engine).backward()
+    assert_gradients(net, gradients(plain))
+
+
+def test_pass_of_module_after_a_dropped_window(pair):
+    engine, net, plain = pair
+    for call, module in ((engine, net), (plain, plain)):
+        with engine.no_sync():
+            loss_of(call).backward()
+        module.zero_grad()
+        loss_of(module).backward()
+        module.zero_grad()
+        loss_of(call).backward()
+    assert_gradients(net, gradients(plain))
+
+
+@pytest.mark.filterwarnings("error:hooks on parameters run more than once")
+def test_two_engines_of_one_parameter_do_not_warn(pair):
+    engine, net, plain = pair
+    head = build(partial(nn.Linear, 8, 3))
+    other = nn.Sequential(net[0], nn.ReLU(), head)
+    other_plain = nn.Sequential(plain[0], nn.ReLU(), copy.deepcopy(head))
+    with ScatterOnceParallel(
+        other, device_ids=engine.device_ids, verify=False
+    ) as second:
+        for _ in range(2):
+            with engine.no_sync(), second.no_sync():
+                loss_of(engine).backward()
+                loss_of(second).backward()
+            loss_of(net).backward()
+            for call in (plain, other_plain, plain):
+                loss_of(call).backward()
     assert_gradients(net, gradients(plain))
 
 

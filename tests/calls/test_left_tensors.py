@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from harness.oracle import assert_close, build, randn
+from harness.oracle import assert_close, assert_gradients, build, gradients, randn
+from torch.nn.utils import prune
 
 from calls.programs import Own, mlp
 from scatterpar import ScatterOnceParallel
@@ -34,6 +35,29 @@ def test_number_with_a_graph_is_told():
 
     with pytest.warns(UserWarning, match="'balance'.*first replica only"):
         called(forward)
+
+
+def _pruned(layer):
+    return prune.l1_unstructured(layer, "weight", amount=0.2)
+
+
+# With four rows each of two replicas has as many as the weight has.
+@pytest.mark.filterwarnings("error:forward, or a hook, leaves a tensor")
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("rows", [4, 7])
+@pytest.mark.parametrize(
+    "computed", [torch.nn.utils.spectral_norm, torch.nn.utils.weight_norm, _pruned]
+)
+def test_weights_computed_by_hooks_are_no_rows(computed, rows):
+    net, plain = [build(lambda: computed(torch.nn.Linear(6, 2))) for _ in range(2)]
+    for module, layout in ((net, ["cpu:0", "cpu:1"]), (plain, ["cpu"])):
+        with ScatterOnceParallel(module, device_ids=layout, verify=False) as engine:
+            for _ in range(2):
+                output = engine(ROWS[:rows])
+                # Such as a penalty on the weight that was used.
+                (output.square().mean() + module.weight.square().sum()).backward()
+    assert_gradients(net, gradients(plain))
+    assert_close(net.weight.detach(), plain.weight.detach(), "weight")
 
 
 def test_plain_values_are_those_of_the_first_replica():

@@ -76,9 +76,9 @@ class ShareLosses:
                     self._note.sub_step = sub_step
                     raise FloatingPointError(
                         f"the loss is {loss} in replica {self._share.replica} on "
-                        f"{self._share.device}, sub-step {sub_step}; check the rows "
-                        "that the note at the end of this error names. Nothing was "
-                        "changed"
+                        f"{self._share.device}, sub-step {sub_step}; nothing was "
+                        "changed. Check the rows that the note at the end of this "
+                        "error names"
                     )
             if not self._has_numbers:
                 return total, _NO_NUMBERS

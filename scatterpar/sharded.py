@@ -167,9 +167,9 @@ class ShardedOptimizer(Optimizer):
                 f"{name} cannot be sharded: its update of a parameter may depend on "
                 "other parameters, since it is none of the known optimizers of torch "
                 f"and bitsandbytes; use {name}(engine.module.parameters(), …) itself. "
-                "Or pass elementwise=True, if its update of a parameter depends on no "
-                "other parameter, its state is in state[parameter] as in torch's own "
-                "optimizers, and its step() needs no closure"
+                "Or pass elementwise=True, if three things hold: a parameter's update "
+                "depends on no other parameter, the optimizer has the state of a "
+                "parameter in optimizer.state[parameter], and step() needs no closure"
             )
         # torch's constructor makes groups and state, which are those of ``plain``.
         self._plain: Any = SimpleNamespace()

@@ -599,8 +599,9 @@ def check_parts(data: str, train: Any, test: Any) -> None:
     classes_of_test = list(test.class_to_idx)
     if classes != classes_of_test or len(classes) < 2:
         raise UsageError(
-            f"--data {data}: its two parts have the classes {classes!s:.200} and "
-            f"{classes_of_test!s:.200}; give both parts the same two or more classes"
+            f"--data {data}: the training part has the classes {classes!s:.200}, and "
+            f"the test part {classes_of_test!s:.200}; give both parts the same "
+            "classes, at least two"
         )
 
 
@@ -913,9 +914,9 @@ def make_folder(folder: Path) -> None:
         raise UsageError(f"--output {folder}: {error.strerror}") from error
 
 
-def import_timm(reason: str) -> Any:
+def import_timm(option: str) -> Any:
     """Import timm, which takes seconds. Raises a `UsageError` if timm is missing or the
-    torchvision does not fit; the message begins with `reason`.
+    torchvision does not fit; the message begins with `option`.
     """
     try:
         for module in ("timm.data", "timm.optim"):
@@ -923,8 +924,9 @@ def import_timm(reason: str) -> Any:
         return importlib.import_module("timm")
     except (ImportError, RuntimeError) as error:
         raise UsageError(
-            f"{reason}: it needs timm, and a torchvision for this torch; in a clone of "
-            f"scatterpar, pip install -e '.[images]' ({in_a_line(error)})"
+            f"{option}: this option needs timm, and a torchvision for this torch "
+            f"({in_a_line(error)}); in a clone of scatterpar, run pip install -e "
+            "'.[images]'"
         ) from error
 
 

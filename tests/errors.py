@@ -57,7 +57,11 @@ NOUNS = {
     "shown": "reason",
     "stride": "strides",
 }
-NOUNS |= {"first_of_these": "mean or sum", "another": "sum or mean"}
+NOUNS |= {"mean_or_sum": "a mean or a sum", "another": "a sum, for example"}
+NOUNS |= dict.fromkeys(
+    ("first_of_these", "right_one", "assumed_one"), "a mean, for example"
+)
+NOUNS |= {"kind_of_tensor": "quantised, for example", "lists": "lists"}
 # A value that is the last sentence of a message.
 SENTENCES = {"remedies": "Your message ends with what to pass or change"}
 SENTENCES["lines_of_ranks"] = "Your message ends with the line that each rank is at"
@@ -106,8 +110,8 @@ libraries are checked in the same way.""",
         ("options/whole_batch", "verify/"),
         "whole_batch=True|differs between micro-batches|forward twice|^the loss uses"
         "|^the criterion uses",
-        """With `whole_batch=True` the engine joins the outputs of all micro-batches, and calls the criterion once, with all of them. With several sub-steps per
-replica `forward` runs twice for a micro-batch: first without a gradient, to compute the outputs for the criterion; then with it. Both runs must give the same outputs.""",
+        """With `whole_batch=True` the engine joins the outputs of all micro-batches, and calls the criterion once, with all of them. If a
+replica has several sub-steps, `forward` runs twice for each micro-batch: first without gradients, to compute the outputs for the criterion; then again, with gradients. Both runs must give the same outputs.""",
     ),
     Topic(
         "DataParallelModel and DataParallelCriterion",
@@ -189,7 +193,7 @@ them to `.grad`.""",
         ("splitting/",),
         "",
         """`splitcheck(step, model, batch, parts=…, ranks=…)` calls your function `step` with the whole batch, and with the batch in parts. It compares the gradients.
-In these calls random operators return constants in the place of random numbers.""",
+In these calls random operators return constants in the place of random numbers. For a library's trainer, `make(model, steps)` is your function that makes the trainer.""",
     ),
     Topic(
         "ShardedOptimizer",
@@ -533,7 +537,7 @@ def row(problem: str, remedy: str) -> str:
 
 def advice(remedy: str) -> str:
     """The cell of a remedy: a list if it has several conditions or cases."""
-    cases = all_cases(remedy)
+    cases = sorted(all_cases(remedy), key=len)  # the plain one first
     sentences: list[str] = []
     for case in cases:
         sentences += NEXT_CONDITION.split(NOTHING_CHANGED.sub("", case))
@@ -547,7 +551,7 @@ def advice(remedy: str) -> str:
     if len(lines) == 1:
         return lines[0]
     if len(cases) > 1:
-        lines.insert(0, "Your message has one or more of these:")
+        lines.insert(0, "Your message has what applies to your program:")
     else:
         lines[0] = f"• {lines[0]}"
     return "<br>• ".join(lines)

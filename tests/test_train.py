@@ -532,7 +532,7 @@ def test_missing_timm_names_extra(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "timm.data", None)
     assert main(["--data", str(tmp_path)]) == 2
     printed = capsys.readouterr().err
-    assert "it needs timm, and a torchvision for this torch" in printed
+    assert "this option needs timm, and a torchvision for this torch" in printed
     assert "pip install -e '.[images]'" in printed
 
 
@@ -622,7 +622,7 @@ LAYOUTS = {
     without_val: "it lacks a part; a data set is a folder with train/CLASS/1.jpg",
     flat_folder: "it lacks a part; a data set is a folder with train/CLASS/1.jpg",
     empty: "Found 0 images in subfolders of",
-    other_classes: "its two parts have the classes ['Bag'",
+    other_classes: "the training part has the classes ['Bag'",
 }
 
 

@@ -291,8 +291,9 @@ def _have_rows(
     )
     raise ValueError(
         f"outputs of shape {' and '.join(shapes)} cannot be joined along dim={dim}, "
-        f"because they have neither one entry per row there nor the same values in all "
-        f"micro-batches; {_join_remedy(atoms, rows, dim, kind, names_map)}"
+        f"because they do not have one entry per row along this dimension, and are not "
+        f"the same in all micro-batches; "
+        f"{_join_remedy(atoms, rows, dim, kind, names_map)}"
     )
 
 
@@ -307,10 +308,9 @@ def _join_remedy(
     if kind is Entries.FIXED:
         size = atoms[0].size(dim)
         return (
-            f"if the output has {size} entries for any number of rows (and a "
-            f"micro-batch has {size} rows by coincidence), return from forward what "
-            "the output is computed from, one entry per row, and compute the output "
-            "after the call"
+            f"if the output has {size} entries for any number of rows, such as one "
+            "mean per class, return the values of each row from forward, and compute "
+            "the output from them after the call"
         )
     sizes = [tensor.shape[-1:] for tensor in atoms]
     may_be_pairs = kind is Entries.OTHERS or len(set(rows)) > 1
@@ -326,16 +326,20 @@ def _join_remedy(
     # Texts whose micro-batches are padded each to its longest one.
     if entries == {1}:
         if names_map:
-            return "pad other dimensions to one size with engine.map(…, pad=value)"
+            return (
+                "if other dimensions differ in size, pad them to one size with "
+                "engine.map(…, pad=value)"
+            )
         return (
-            "pad other dimensions to one size in forward, such as with "
-            "pad_packed_sequence(…, total_length=…)"
+            "if other dimensions differ in size, pad them to one size in forward, such "
+            "as with pad_packed_sequence(…, total_length=…)"
         )
     k = max(entries) if len(entries) == 1 and max(entries) > 1 else "k"
     in_rows = (
         f"if each row has {k} entries, return output.reshape(rows, {k}, …). If forward "
         "returns torch.cat([a, b]), return torch.stack([a, b], 1) in its place. If you "
-        "do not need this output, leave it out with a function as return_outputs="
+        "do not need this output, leave it out: pass return_outputs=function, where "
+        "function(output) returns the tensors that you need"
     )
     # A fixed number per row is not that of the nodes of graphs.
     if k != "k":

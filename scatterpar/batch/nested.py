@@ -298,10 +298,12 @@ def _refuse_iteration_over_rows(value: Mapping[Any, Any]) -> None:
     items = [*islice(value, len(keys) + 1)]
     # By class first: ``==`` of rows that are tensors is no answer.
     if [*map(type, items)] != [*map(type, keys)] or items != keys:
-        remedy = "its .to_dict()" if hasattr(value, "to_dict") else "{key: value[key]}"
+        remedy = "{key: batch[key] for key in batch.keys()}"
+        if hasattr(value, "to_dict"):
+            remedy = "batch.to_dict()"
         raise TypeError(
             f"a {type(value).__name__} iterates over its rows, not over its keys, so "
-            f"the engine does not find its tensors; pass a dict instead: {remedy}"
+            f"the engine does not find its tensors; pass a dict in its place: {remedy}"
         )
 
 

@@ -63,5 +63,6 @@ def refuse_graphs(output: Any) -> None:
             raise TypeError(
                 f"the output contains a {type(atom).__name__}, whose tensors have a "
                 "graph and cannot be detached; return these tensors in a tuple, dict "
-                "or dataclass, or pass a function that selects them as return_outputs="
+                "or dataclass, or pass return_outputs=function, where function(output) "
+                "returns the tensors that you need"
             )

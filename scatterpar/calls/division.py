@@ -260,8 +260,9 @@ def _refuse_batched() -> None:
         raise RuntimeError(
             "torch.autograd.grad(…, is_grads_batched=True) through a call of the "
             "engine: such gradients can be neither divided nor joined; call "
-            "torch.autograd.grad once per entry of grad_outputs, or call the module "
-            "itself (in torch.autograd.functional, pass vectorize=False)"
+            "torch.autograd.grad once per entry of grad_outputs. Or, if "
+            "torch.autograd.functional makes this call, pass vectorize=False to it. Or "
+            "call the module itself in the engine's place"
         )
 
 

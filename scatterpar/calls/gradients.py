@@ -539,10 +539,9 @@ class CallGradients:
         if self._told.mark("step"):
             warn(
                 "an optimizer steps while gradients wait at the replicas, because the "
-                "last backward pass was inside of no_sync(): the engine adds these "
-                "gradients now, but clipping, a GradScaler's unscaling, and other code "
-                "that has read or written .grad before, have not seen them; make the "
-                "last backward pass before a step outside of no_sync()"
+                "last backward pass was inside of no_sync(). The engine adds these "
+                "gradients now. Clipping and unscaling before this step worked without "
+                "them; make the last backward pass before a step outside of no_sync()"
             )
 
     def _waiting_of(self, optimizer: Optimizer) -> set[int]:
@@ -752,8 +751,8 @@ class CallGradients:
                 "hooks on parameters run more than once, each time with a part of the "
                 "gradient; if a reentrant checkpoint uses the parameter, write "
                 "checkpoint(…, use_reentrant=False). If a loss inside of no_sync() "
-                "uses the parameter, the loss of the next backward pass outside of "
-                "no_sync() has to use it, too"
+                "uses a parameter that has a hook, use this parameter also in the next "
+                "loss outside of no_sync()"
             )
 
     def _nothing(self) -> ByReplica:

@@ -230,7 +230,7 @@ class ReplicasOfCall:
                 "hooks inside of the module run once per replica, each for its own "
                 "rows; nothing to do if forward hooks keep tensors with one entry per "
                 "row: the engine joins them. If hooks keep other values, such as "
-                "gradients, you get the values of replica 0 only"
+                "gradients, do not rely on them: you get the values of replica 0 only"
             )
         # By identity: equal lists are not the same list.
         boxes = list(_boxes_of(hooks)) if hooks else []

@@ -93,8 +93,9 @@ def even_part(count: int, number: int, processes: int) -> range:
             f"device_ids: {count} accelerators do not divide evenly among the "
             f"{processes} processes of this machine. Process {number} takes "
             f"{part.start} to {part.stop - 1}, and in each step all wait for the "
-            "process with the most rows per accelerator; start a number of processes "
-            "that divides the accelerators, or give each process rows in proportion"
+            "process with the most rows per accelerator; start as many processes as "
+            f"divide {count} without remainder, or give each process rows in "
+            "proportion to its number of accelerators"
         )
     return part
 

@@ -80,15 +80,15 @@ def composite_like(like: Tensor, parts: Sequence[Tensor]) -> Tensor:
     return tensor
 
 
-def only_frozen(subject: str, tensor: Tensor) -> TypeError:
-    """The error for a quantised tensor that is trained; ``subject`` has its name."""
-    kind = "quantised as bitsandbytes does it"
+def only_frozen(name: str, tensor: Tensor) -> TypeError:
+    """The error for a quantised tensor that is trained; ``name`` begins the error."""
+    kind_of_tensor = "quantised as bitsandbytes does it"
     remedy = "use one device, such as device_ids=[0]"
     if is_composite(tensor):
-        kind = "made of other tensors, as torchao's are"
+        kind_of_tensor = "made of other tensors, as torchao's are"
         remedy = "make it a plain tensor by its .dequantize() or .full_tensor()"
     return TypeError(
-        f"{subject}, a {type(tensor).__name__}, which is {kind}: replicas have copies "
-        "of parameters of this kind only if they are frozen; freeze this tensor by "
+        f"{name}, a {type(tensor).__name__}, which is {kind_of_tensor}: replicas copy "
+        "such parameters only if they are frozen; freeze this tensor by "
         f".requires_grad_(False) and train adapters. Or {remedy}"
     )

@@ -363,10 +363,11 @@ class WholeBatch:
         )
         targets = batch_of(None, self._targets, sum(self._rows), self._request.dim)
         if is_list or targets.has_marked_rows:
-            values = "outputs that are lists" if is_list else "targets with a marker"
+            lists = "outputs that are lists" if is_list else "targets with a marker"
             raise ValueError(
                 f"whole_batch=True with a process_group joins tensors across ranks, "
-                f"but not {values}; pad to tensors of the same length on all ranks"
+                f"but not {lists}; pass or return one tensor instead, padded to the "
+                "same length on all ranks"
             )
         self._pieces, self._rows, self._targets, seed = ranks.outputs_of_all(
             self._pieces,
@@ -484,8 +485,9 @@ class WholeBatch:
                 raise ValueError(
                     f"the criterion uses a parameter of shape {tuple(leaf.shape)} that "
                     f"the engine does not find, so that ranks cannot share its "
-                    f"gradient; bind its module with functools.partial(criterion, "
-                    f"net=net), or make the criterion an nn.Module that has it"
+                    f"gradient; give the criterion the module of this parameter as an "
+                    f"argument net, and bind it with functools.partial(criterion, "
+                    f"net=net), or make the criterion an nn.Module that has this module"
                 )
         return []  # the criterion itself made them, as for a gradient penalty
 
@@ -518,8 +520,9 @@ def agreements(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tens
     """
     if list(map(_output_kind, tensors)) != list(map(_output_kind, leaves)):
         raise RuntimeError(
-            "whole_batch=True runs forward twice, and the second pass gave outputs of "
-            f"another number, shape or dtype than the first; {_REMEDIES}"
+            "whole_batch=True runs forward twice, and the second pass gave more or "
+            "fewer outputs than the first, or outputs of a different shape or dtype; "
+            f"{_REMEDIES}"
         )
     agreed: list[Tensor] = []
     for tensor, leaf in zip(tensors, leaves, strict=True):

@@ -450,9 +450,9 @@ class DataParallelCriterion(_OfPair[Criterion]):
         plan = make_plan(rows, devices)
         if len(plan.shares) != len(outputs):
             raise ValueError(
-                f"outputs have {len(outputs)} shares, but {rows} rows of targets on "
-                f"{len(devices)} devices make {len(plan.shares)}; pass the tuple that "
-                "the model returned for this batch"
+                f"outputs are from {len(outputs)} devices, but {rows} rows of targets "
+                f"are divided over {len(plan.shares)} of {len(devices)} devices; pass "
+                "the tuple that the model returned for this batch"
             )
         for share, sizes, device in zip(
             plan.shares, sizes_of_outputs, locations, strict=True

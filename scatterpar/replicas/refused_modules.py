@@ -30,7 +30,7 @@ from scatterpar.objects.quantised import is_composite, is_quantised, only_frozen
 
 SCRIPT = (
     "a TorchScript module, whose tensors live in C++; pass the nn.Module that you gave "
-    "to torch.jit. A criterion that is a function may call a TorchScript module"
+    "to torch.jit. TorchScript modules are allowed in a criterion that is a function"
 )
 
 
@@ -44,18 +44,21 @@ def refuse_uncopied(name: str, tensor: Tensor) -> None:
     if len(pieces_of(tensor)) > 1:
         kind = "sparse"
         remedy = (
-            "register its indices and values as buffers. Or pass the tensor with the "
-            "batch, as scatterpar.Replicated(tensor)"
+            "register the indices and values of a sparse tensor as buffers, or pass "
+            "this tensor with the batch, as scatterpar.Replicated(tensor)"
         )
     elif tensor.is_quantized:
         kind = "quantised"
-        remedy = "register its .int_repr(), scale and zero point as buffers"
+        remedy = (
+            "register the .int_repr(), scale and zero point of a quantised tensor as "
+            "buffers"
+        )
     elif tensor.is_nested:
         kind = "nested"
-        remedy = "register its .values() and .offsets() as buffers"
+        remedy = "register the .values() and .offsets() of a nested tensor as buffers"
     elif tensor.is_mkldnn:
         kind = "oneDNN"
-        remedy = "register its .to_dense() as a buffer"
+        remedy = "register the .to_dense() of a oneDNN tensor as a buffer"
     if kind:
         raise TypeError(
             f"{name} is a {kind} tensor, which replicas do not copy; {remedy}"

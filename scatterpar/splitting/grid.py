@@ -156,7 +156,8 @@ def splitgrid(
         trials.append(Trial(replace(shared, parts=num_parts, ranks=num_ranks)))
     if not trials:
         raise ValueError(
-            "parts=(1,) on ranks=(1,) compares the step with itself; pass another "
-            "number of parts or ranks, or loss="
+            "parts=(1,) on ranks=(1,) compares the step with itself; pass numbers of 2 "
+            "or more in parts= or ranks=, or loss=function, where "
+            "function(model, batch) returns the loss in plain torch to compare with"
         )
     return SplitGrid([SplitCell(t.num_parts, t.ranks, check(t)) for t in trials])

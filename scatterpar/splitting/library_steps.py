@@ -51,7 +51,7 @@ def _check_steps(given: int, steps: int, keyword: str) -> None:
     if given != steps:
         raise ValueError(
             f"the trainer accumulates {given} micro-batches, not {steps}; pass "
-            f"{keyword}=steps in make(model, steps)"
+            f"{keyword}=steps to the trainer in your function make(model, steps)"
         )
 
 

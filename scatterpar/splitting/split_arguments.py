@@ -63,7 +63,8 @@ class SplitArguments:
         if self.num_parts == self.ranks == 1 and loss is None:
             raise ValueError(
                 "parts=1 on one rank compares the step with itself; pass parts=2 or "
-                "more, ranks=, or loss="
+                "more, ranks=2 or more, or loss=function, where function(model, batch) "
+                "returns the loss in plain torch to compare with"
             )
         if self.ranks > 1:
             self._check_for_ranks()

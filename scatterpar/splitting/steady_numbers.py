@@ -41,9 +41,9 @@ def first_reference(
         as_drawn = runs.reference(rows, numbers=Numbers.AS_DRAWN)
     if is_zero(as_drawn.gradients):
         raise ValueError(
-            "step left no gradient on a parameter of the model; call backward() on a "
-            "loss of the model that step gets, and do not call zero_grad() between "
-            "the last backward() and optimizer.step()"
+            "step left no gradient on any parameter of the model; compute the loss "
+            "with the model that step gets as its argument, call backward(), and do "
+            "not clear gradients after the last backward()"
         )
     if not result.has_drawn:
         return result, []

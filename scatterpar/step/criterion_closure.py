@@ -107,20 +107,23 @@ def not_replicated(
     name = name or f"a parameter of shape {tuple(leaf.shape)}"
     return ValueError(
         f"a gradient arrives at {name}, of which replicas have no copy; to train this "
-        "parameter, bind its network with functools.partial(criterion, net=net), or "
-        "make the criterion an nn.Module that has the network. If you do not want to "
-        "train it, call net.requires_grad_(False). If it is a weight in a penalty, "
-        "write (engine.loss(…) + penalty(model)).backward(). Nothing was changed"
+        "parameter, give the criterion its network as an argument net, and bind this "
+        "argument with functools.partial(criterion, net=net), or make the criterion an "
+        "nn.Module that has the network. If you do not want to train it, call "
+        "net.requires_grad_(False). If the criterion adds a penalty on parameters, "
+        "such as weight decay, add the penalty outside of the criterion: "
+        "(engine.loss(…) + penalty(model)).backward(). Nothing was changed"
     )
 
 
 def _reached_by_an_object(path: str) -> ValueError:
     return ValueError(
-        f"a gradient arrives at your module's own {path!r} in place of a replica's: "
-        f"forward uses the parameter through a global variable, or through an object "
-        f"of your own class, which replicas share; use it through attributes of the "
-        f"module, or lists and dicts in these attributes: each replica has copies of "
-        f"them. Nothing was changed"
+        f"a gradient arrives at your module's own {path!r}, and not at a replica's "
+        f"copy of this parameter: forward uses the parameter through a global "
+        f"variable, or through an object that is no module, and all "
+        f"replicas share this object; use the parameter through attributes of the "
+        f"module, or through lists and dicts in these attributes: each replica has "
+        f"copies. Nothing was changed"
     )
 
 

@@ -296,14 +296,16 @@ def check_synchronised(module: nn.Module) -> None:
         if dist.get_world_size(part.process_group) > 1:
             raise ValueError(
                 f"{name!r} is an nn.SyncBatchNorm with a process group of several "
-                "processes: replicas would exchange statistics with them in no order, "
-                f"and wait for ever; {_INSTEAD_OF_SYNC_BATCH_NORM}"
+                "processes: replicas, which are threads, would exchange statistics "
+                "with other processes in no fixed order, and wait for ever; "
+                f"{_INSTEAD_OF_SYNC_BATCH_NORM}"
             )
 
 
 _INSTEAD_OF_SYNC_BATCH_NORM = (
-    "use nn.BatchNorm2d, whose state dict has the same keys, with larger "
-    'micro-batches, and buffers="batch" for running statistics of the whole batch'
+    "use nn.BatchNorm2d, whose state dict has the same keys, and make micro-batches "
+    "larger. If running statistics must be of the whole batch, also pass "
+    'buffers="batch"'
 )
 
 

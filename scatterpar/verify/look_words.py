@@ -38,8 +38,9 @@ def turns_are_taken(look_request: LookRequest) -> str:
 def state_is_moved(look_request: LookRequest, names: Sequence[str]) -> str:
     """Sub-steps move state with these ``names``."""
     return in_lines(
-        f"forward passes move {shortened(', '.join(names))} to new values, in each "
-        "sub-step and on each replica separately.",
+        f"forward passes move {shortened(', '.join(names))} on, as a counter does: "
+        "each sub-step and each replica does this separately, so the values depend on "
+        "how the batch is divided.",
         "Change this state once per step, outside of forward. If forward has to change "
         "it, keep it in a buffer, and train on one replica with one sub-step. If the "
         "criterion changes it, keep it in a buffer of the criterion, and pass "
@@ -72,17 +73,17 @@ def several_candidates_fit(
     return in_lines(
         f"the rows of this step do not show whether {loss} is {mean_or_sum}.",
         f"The engine assumes {first_of_these} until the rows of a step "
-        f"show which it is. {remedies}",
+        f"show which one is right. {remedies}",
     )
 
 
 def another_candidate_fits(look_request: LookRequest, candidate: LossCandidate) -> str:
     """The rows show another candidate than the one that was assumed so far."""
-    mean_or_sum = candidate.words
+    right_one = candidate.words
     another = look_request.candidates[0].words
     remedies = look_request.ways.remedies
     return in_lines(
-        f"{look_request.loss} is {mean_or_sum}, as the rows of this step show.",
+        f"{look_request.loss} is {right_one}, as the rows of this step show.",
         f"Earlier steps assumed {another}: their gradients may be wrong. {remedies}",
     )
 
@@ -101,11 +102,11 @@ def looks_are_inconclusive(
         )
     # A generator in user code is no question of count=.
     remedies = reason.remedy or look_request.ways.remedies or _WAYS
-    mean_or_sum = assumed.words
+    assumed_one = assumed.words
     return in_lines(
         f"could not check how {look_request.loss} combines the parts of a batch: "
         f"{reason.shown}.",
-        f"The engine assumes {mean_or_sum}. {remedies}",
+        f"The engine assumes {assumed_one}. {remedies}",
     )
 
 

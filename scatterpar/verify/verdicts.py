@@ -174,11 +174,12 @@ def _size_of(difference: float) -> str:
 def refused_injection(name: str, size: str = "") -> Verdict:
     """The verdict on a module that adds a gradient which no loss has."""
     return _refused(
-        f"{name} adds a gradient that is not that of the loss, in the backward pass of "
-        f"an autograd.Function or a hook{size}.",
-        "If this is the gradient of an auxiliary loss, such as the balance loss of a "
-        "router, return from forward what the auxiliary loss is computed from, and "
-        "add the auxiliary loss in the criterion.",
+        f"an autograd.Function or a hook of {name} adds a gradient that is not the "
+        f"gradient of the loss{size}.",
+        "If an auxiliary loss has this gradient, such as the balance loss of a router, "
+        "return the inputs of the auxiliary loss from forward, and add the auxiliary "
+        "loss in the criterion. Otherwise, add the gradient to .grad after the "
+        "backward pass.",
         "Such a gradient is added in full by each part of the batch, however few rows "
         "it has. No count=, reduction= or whole_batch= says that.",
     )
@@ -190,11 +191,11 @@ def error_of_replica(
     """A replica raises an error, and the user's own module computes the same rows."""
     verdict = _refused(
         f"{name}: the loss of {num_rows} rows is {loss:.4g} with your own module in "
-        f"plain torch, but an error on a replica: {type(error).__name__}: {error}",
+        f"plain torch. Computing it on a replica raised {type(error).__name__}: "
+        f"{error}",
         f"If the loss reads a value that forward sets on the module, {RETURN}. "
-        "If code uses your module through a global variable, move it into forward, and "
-        "use self. If the loss passes your module's parameters to autograd.grad, read "
-        "docs/losses.md, Two losses with an adaptive weight.",
+        f"{_NO_GLOBAL} If the loss passes your module's parameters to autograd.grad, "
+        "read docs/losses.md, Two losses with an adaptive weight.",
         "No count=, reduction= or whole_batch= says that.",
     )
     return replace(verdict, error=error)
@@ -237,14 +238,18 @@ def rows_broadcast(name: str, broadcast: RowBroadcast) -> Verdict:
     part_shapes = " and ".join(str(tuple(shape)) for shape in broadcast.within)
     return _refused(
         f"{name}: for {broadcast.more_rows} rows the shapes {shapes} do not "
-        f"broadcast, so plain torch raises an error. In a micro-batch of "
-        f"{broadcast.num_rows} rows, {part_shapes} broadcast by chance: rows would be "
-        f"combined with columns.",
+        f"broadcast, so plain torch raises an error. For {broadcast.num_rows} rows, as "
+        f"in a micro-batch, {part_shapes} do broadcast, but by chance: values of "
+        f"different rows would be combined.",
         "Pass targets, weights and masks with as many dimensions as the output has, "
         "such as weights[:, None].",
     )
 
 
+_NO_GLOBAL = (
+    "If the loss uses your module through a global variable, move this part of the "
+    "loss into forward, with self in place of the variable."
+)
 NUMBER_PROBLEM = (
     "the module returns a number that differs between micro-batches, and the loss "
     "uses this number"
@@ -275,8 +280,7 @@ def _wrong_on_the_replica(results: LookResults, _: Finding) -> Verdict:
         f"on a replica (the gradient is {_size_of(results.difference)}).",
         "If the loss reads a value that forward sets on the module, such as an "
         f"auxiliary loss, {RETURN}. If the module holds a tensor that is computed from "
-        "parameters, compute this tensor in forward. If code uses your module through "
-        "a global variable, move it into forward, and use self. If the loss passes "
+        f"parameters, compute this tensor in forward. {_NO_GLOBAL} If the loss passes "
         "your module's parameters to autograd.grad, read docs/losses.md, Two losses "
         "with an adaptive weight.",
         "No count=, reduction= or whole_batch= says that.",
@@ -306,11 +310,12 @@ def _module_compares_rows(results: LookResults, finding: Finding) -> Verdict:
         f"{module} compares rows",
         f"{module} gives other outputs for a few rows if it gets them in parts: the "
         f"outputs for {results.num_rows} rows are {_size_of(finding.difference)}.",
-        "If rows are padded, mask the padding. If a layer takes another dimension for "
-        "the batch dimension, pass batch_first=True to the layer, or dim= to the "
-        "engine. If the batch has a value without rows, pass Replicated(value). If it "
-        "has a list with one entry per row, pass Rows(list). If the module compares "
-        "rows with each other, do that in the criterion, with whole_batch=True.",
+        "If rows are padded, mask the padding. If a layer, such as an LSTM, expects "
+        "rows in dimension 1, pass batch_first=True to the layer. If all tensors of "
+        "the batch have their rows there, pass dim=1 to the engine. If the batch "
+        "has a value without rows, pass Replicated(value). If it has a list with one "
+        "entry per row, pass Rows(list). If the module compares rows with each other, "
+        "do that in the criterion, with whole_batch=True.",
         "A batch normalisation of your own has such differences.",
     )
     return replace(verdict, compares_rows=True)
@@ -359,20 +364,19 @@ def remedy_of_compared_rows(results: LookResults) -> str:
     """The remedy for a loss that compares rows."""
     if results.request.criterion is None:  # whole_batch=True needs one
         return (
-            "move the loss from forward into a criterion (return from forward what it "
-            "is computed from, one entry per row), and pass criterion= and "
-            "whole_batch=True"
+            "return the inputs of the loss from forward, one entry per row, compute "
+            "the loss in a criterion, and pass criterion= and whole_batch=True"
         )
     if results.loss_of_output is None:
         return (
-            "call engine.loss for each loss, and combine their gradients "
-            "(docs/losses.md, Two losses with an adaptive weight)"
+            "take no gradients in the criterion: call engine.loss for each loss, and "
+            "combine their gradients (docs/losses.md, Two losses with an adaptive "
+            "weight)"
         )
     if uses_number(results):  # which whole_batch=True alone would refuse
         return (
-            "pass whole_batch=True, and move the number that forward returns into the "
-            "criterion (return from forward what it is computed from, one entry per "
-            "row)"
+            "pass whole_batch=True, and compute the number that forward returns in "
+            "the criterion instead, from outputs with one entry per row"
         )
     return "pass whole_batch=True"
 

@@ -124,7 +124,7 @@ WORDS = {
     _view_by_view: r"\.reshape\(rows, 2, …\)",
     _pairs: "a matrix of all pairs of rows, return the features",
     _histogram: r"\d entries for any number of rows",
-    _first_layers: "have neither one entry per row",
+    _first_layers: "do not have one entry per row",
 }
 
 

@@ -82,15 +82,15 @@ REFUSED = {
     ),
     "a quantised buffer": (
         holding(nn.Module.register_buffer, quantised),
-        r"the buffer 'table' of Linear is a quantised tensor, .* register its .int_repr\(\)",
+        r"the buffer 'table' of Linear is a quantised tensor, .* register the .int_repr\(\)",
     ),
     "a nested attribute": (
         holding(setattr, jagged),
-        r"is a nested tensor, .* register its .values\(\) and .offsets\(\)",
+        r"is a nested tensor, .* register the .values\(\) and .offsets\(\)",
     ),
     "an attribute of oneDNN": (
         holding(setattr, lambda: torch.ones(3).to_mkldnn()),
-        r"is a oneDNN tensor, .* register its .to_dense\(\)",
+        r"is a oneDNN tensor, .* register the .to_dense\(\)",
     ),
     "TorchScript": (
         holding(setattr, lambda: torch.jit.script(nn.Tanh())),

@@ -151,7 +151,7 @@ def test_error_names_parameter_in_object(devices):
     """It advised to bind a network of the criterion, which had none."""
     model = Of(lambda m, rows: m.task.net(rows), linear=linear())
     model.task = Task(model.linear)
-    words = r"your module's own 'linear\.\w+' .* use it through attributes"
+    words = r"your module's own 'linear\.\w+' .* use the parameter through attributes"
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
         with pytest.raises(ValueError, match=words):
             engine.forward_backward(INPUTS, TARGETS, F.mse_loss)

@@ -171,7 +171,7 @@ def test_outputs_without_rows_not_joined(devices):
 
     with ScatterOnceParallel(model, 2, devices(2), dim=1) as engine:
         words = r"outputs of shape \(8, 4\) for 2 rows .*joined along dim=1.*"
-        with pytest.raises(ValueError, match=words + "a function as return_outputs="):
+        with pytest.raises(ValueError, match=words + "return_outputs=function"):
             engine.forward_backward(rows, targets, loss, return_outputs=True)
         assert all(p.grad is None for p in model.parameters())
         _, kept = engine.forward_backward(rows, targets, loss, return_outputs=classes)

@@ -38,7 +38,7 @@ def inconclusive(**options):
         ),
         (
             look_words.state_is_moved(asked(), ["the buffer 'a'", "the number b"]),
-            "forward passes move the buffer 'a', the number b to new values",
+            "forward passes move the buffer 'a', the number b on, as a counter does",
             "Change this state once per step, outside of forward",
         ),
         (
@@ -52,7 +52,7 @@ def inconclusive(**options):
             ),
             "not show whether the criterion MSELoss is a sum or a mean over rows.",
             "The engine assumes a sum until the rows of a step show which "
-            f"it is. {REMEDIES}",
+            f"one is right. {REMEDIES}",
         ),
         (
             look_words.another_candidate_fits(asked(remedies=REMEDIES), A_SUM),

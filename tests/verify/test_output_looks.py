@@ -144,7 +144,7 @@ def test_injected_gradient_refused(device_ids):
     outputs = DataParallelModel(build(injects), device_ids)(INPUTS)
     criterion = DataParallelCriterion(nn.MSELoss())
     for _ in range(3):
-        with pytest.raises(ValueError, match="adds a gradient that is not that of"):
+        with pytest.raises(ValueError, match="adds a gradient that is not the"):
             criterion(outputs, VALUES)
     criterion.verify = False
     criterion(outputs, VALUES).backward()  # the look has left the graph
@@ -171,7 +171,7 @@ def test_injected_gradient_refused_as_gradients_wait(device_ids, name):
     with model.no_sync():
         for loss_of in (unchecked, unchecked):
             loss_of(model(INPUTS), VALUES).backward()
-        with pytest.raises(ValueError, match="adds a gradient that is not that of"):
+        with pytest.raises(ValueError, match="adds a gradient that is not the"):
             DataParallelCriterion(nn.MSELoss())(model(INPUTS), VALUES)
     unchecked(model(INPUTS), VALUES).backward()
     waited = [parameter.grad for parameter in module.parameters()]

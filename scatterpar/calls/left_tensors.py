@@ -110,11 +110,10 @@ def _joined_or_own(
             if first.requires_grad and told.mark(("left", str(name))):
                 warn(
                     "forward, or a hook, leaves a tensor of shape "
-                    f"{tuple(first.shape)} in {name!r}. The tensor does not "
-                    "have one entry per row, and its values are those of the first "
-                    "replica only; return the tensor "
-                    "from forward, or leave a tensor with one entry per row instead. "
-                    "docs/limits.md, State in modules."
+                    f"{tuple(first.shape)} in {name!r}. The tensor does not have one "
+                    "entry per row, and it comes from the first replica only; return "
+                    "the tensor from forward, or leave a tensor with one entry per row "
+                    "instead. docs/limits.md, State in modules."
                 )
 
     try:

@@ -158,6 +158,6 @@ def splitgrid(
         raise ValueError(
             "parts=(1,) on ranks=(1,) compares the step with itself; pass numbers of 2 "
             "or more in parts= or ranks=, or loss=function, where "
-            "function(model, batch) returns the loss in plain torch to compare with"
+            "function(model, batch) returns the right loss in plain torch"
         )
     return SplitGrid([SplitCell(t.num_parts, t.ranks, check(t)) for t in trials])

@@ -64,7 +64,7 @@ class SplitArguments:
             raise ValueError(
                 "parts=1 on one rank compares the step with itself; pass parts=2 or "
                 "more, ranks=2 or more, or loss=function, where function(model, batch) "
-                "returns the loss in plain torch to compare with"
+                "returns the right loss in plain torch"
             )
         if self.ranks > 1:
             self._check_for_ranks()

@@ -118,12 +118,11 @@ def not_replicated(
 
 def _reached_by_an_object(path: str) -> ValueError:
     return ValueError(
-        f"a gradient arrives at your module's own {path!r}, and not at a replica's "
-        f"copy of this parameter: forward uses the parameter through a global "
-        f"variable, or through an object that is no module, and all "
-        f"replicas share this object; use the parameter through attributes of the "
-        f"module, or through lists and dicts in these attributes: each replica has "
-        f"copies. Nothing was changed"
+        f"a gradient arrives at your module's own {path!r} in place of a replica's "
+        f"copy: forward uses the parameter through a global variable, or through an "
+        f"object that is no module, and all replicas share this object; use the "
+        f"parameter through attributes of the module, or through lists and dicts in "
+        f"these attributes: each replica has copies. Nothing was changed"
     )
 
 

@@ -38,9 +38,9 @@ def turns_are_taken(look_request: LookRequest) -> str:
 def state_is_moved(look_request: LookRequest, names: Sequence[str]) -> str:
     """Sub-steps move state with these ``names``."""
     return in_lines(
-        f"forward passes move {shortened(', '.join(names))} on, as a counter does: "
-        "each sub-step and each replica does this separately, so the values depend on "
-        "how the batch is divided.",
+        f"forward passes move {shortened(', '.join(names))}: each sub-step and each "
+        "replica changes these values separately, so the values depend on how the "
+        "batch is divided.",
         "Change this state once per step, outside of forward. If forward has to change "
         "it, keep it in a buffer, and train on one replica with one sub-step. If the "
         "criterion changes it, keep it in a buffer of the criterion, and pass "

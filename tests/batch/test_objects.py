@@ -188,7 +188,7 @@ def listed():
 
 
 REFUSED = {
-    "table": (Table(inputs=ROWS), TypeError, r"a Table iterates.*its .to_dict\(\)"),
+    "table": (Table(inputs=ROWS), TypeError, r"a Table iterates.*batch.to_dict\(\)"),
     "object": (
         types.SimpleNamespace(inputs=ROWS),
         ValueError,

@@ -506,7 +506,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
     **{
         f"a number that forward computes{', whole_batch' * whole}, looked at": (
             case_of(net(with_balance), criterion=balanced, whole_batch=whole),
-            "(your loss of|returns a number).*from forward what (it|the number) is",
+            "(your loss of.*forward returns in the|returns a number.*the number in the) criterion",
         )
         for whole in (False, True)
     },
@@ -691,19 +691,19 @@ TOLD: dict[str, tuple[Case, str]] = {
     ),
     "a queue of MoCo's": (
         case_of(Queue, accum=3),
-        "the buffer 'queue', the attribute 'calls', the attribute 'last' to new",
+        "the buffer 'queue', the attribute 'calls', the attribute 'last': each",
     ),
     "a queue, one sub-step per replica": (
         case_of(Queue, accum=1),
-        "move the buffer 'queue', the attribute 'last', the attribute 'calls' to new",
+        "move the buffer 'queue', the attribute 'last', the attribute 'calls': each",
     ),
     "a list that forward passes append to": (
         case_of(net(appending, losses=[]), accum=1),
-        "move the attribute 'losses' to new",
+        "move the attribute 'losses': each",
     ),
     "a hidden state, one sub-step per replica": (
         case_of(net(carries, state=torch.zeros(CLASSES).double()), accum=1),
-        "move the attribute 'state' to new",
+        "move the attribute 'state': each",
     ),
 }
 
@@ -730,7 +730,7 @@ def test_moved_attributes_told_by_name(make):
         texts = said(engine, case, 9)
     name = "calls" if make is Queue else "state"
     assert len(texts) == 1
-    assert f"forward passes move the attribute {name!r} on, as a counter" in texts[0]
+    assert f"forward passes move the attribute {name!r}: each sub-step" in texts[0]
     assert "keep it in a buffer, and train on one replica with one sub-step" in texts[0]
 
 

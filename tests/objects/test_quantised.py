@@ -239,7 +239,7 @@ def test_buffer_of_tensors_refused():
     model.register_buffer("table", TwoTensor(randn(4, 8), randn(4, 8)))
     with pytest.raises(
         TypeError,
-        match=r"'table', a TwoTensor, .* parameters of this kind only if they",
+        match=r"'table', a TwoTensor, .* such parameters only if they",
     ):
         ScatterOnceParallel(model, 2, VIRTUAL)
 

@@ -90,7 +90,7 @@ def test_steps_must_be_passed_on(tmp_path):
     def make(model, steps):
         return trainer_of(transformers.Trainer, tmp_path)(model, 1)
 
-    with pytest.raises(ValueError, match="pass gradient_accumulation_steps=steps in"):
+    with pytest.raises(ValueError, match="pass gradient_accumulation_steps=steps to"):
         of_trainer(make, new(llama), samples())
 
 

@@ -38,7 +38,7 @@ def inconclusive(**options):
         ),
         (
             look_words.state_is_moved(asked(), ["the buffer 'a'", "the number b"]),
-            "forward passes move the buffer 'a', the number b on, as a counter does",
+            "forward passes move the buffer 'a', the number b: each sub-step",
             "Change this state once per step, outside of forward",
         ),
         (

@@ -98,7 +98,7 @@ def test_moved_attribute_of_criterion_told(options):
     inputs, targets = randn(8, FEATURES), randn(8, CLASSES)
     with (
         ScatterOnceParallel(linear(), 1, ["cpu"] * 2) as engine,
-        pytest.warns(UserWarning, match="move the attribute 'position' on, as"),
+        pytest.warns(UserWarning, match="move the attribute 'position': each"),
     ):
         engine.forward_backward(inputs, targets, Numbered(), **options)
 

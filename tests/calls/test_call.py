@@ -321,7 +321,7 @@ TOLD = {
     ),
     "a mean that is kept": Answer(other(_keeps_mean), "forward sets .* 'mean'"),
     "a norm with a graph": Answer(
-        other(_keeps_output_of_rows), "'norm'. The tensor has no"
+        other(_keeps_output_of_rows), "'norm'. The tensor does not have one"
     ),
     "texts per row": Answer(
         other(lambda self, x, _: self.net(x)), "alone", _with_texts

@@ -104,7 +104,7 @@ SECOND = {
     "gave other outputs.*random numbers of Python or NumPy": lambda out, n: (
         out * (n + 1)
     ),
-    "outputs of another number, shape or dtype": lambda out, n: out[:, n // 4 :],
+    "outputs of a different shape or dtype": lambda out, n: out[:, n // 4 :],
 }
 
 

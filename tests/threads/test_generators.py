@@ -364,7 +364,7 @@ def test_replicas_take_turns_without_the_key():
     without = run("-c", WITHOUT_KEY + DRAWING_STEPS)
     assert without.code == 0, without.err
     assert without.out == run("-c", DRAWING_STEPS).out
-    assert without.err.count("replicas on the host run one after the other") == 1
+    assert without.err.count("CPU replicas run one after the other") == 1
 
 
 # --- forward-mode differentiation: its level belongs to the process ---

@@ -1160,10 +1160,10 @@ SABOTAGES = [
     Sabotage(
         name="replicas write into a list that the user's module has made",
         promise="exact",
-        file="calls/left_tensors.py",
-        place="join_left_tensors",
-        text="of_replica[number, key] = own",
-        replacement="of_replica[number, key] = value",
+        file="calls/shared_data.py",
+        place="_DataCopies._new",
+        text="if type(value) not in MUTABLE_CONTAINERS:",
+        replacement="if value is not None:",
         seen_by="test_first_call_makes_what_one_replica_writes",
     ),
     Sabotage(
@@ -1179,9 +1179,9 @@ SABOTAGES = [
         name="features that a hook keeps are those of the first replica",
         promise="exact",
         file="calls/left_tensors.py",
-        place="_joined_or_own",
+        place="_joined_or_first",
         text="joined.append(division.join(atoms))",
-        replacement="joined.append(None)",
+        replacement="joined.append(first)",
         seen_by="test_nested_tensors_with_rows_are_joined",
     ),
     Sabotage(

@@ -9,23 +9,20 @@ If they have rows, they are joined as outputs are, and what replica 0 has left i
 user's module is replaced. Anything else there is replica 0's. So is a buffer that is
 state, without a graph: by chance it may have as many entries as there are rows.
 
-The other replicas keep what they have left themselves, such as a mask that the first
-call of ``forward`` makes on its device. Of joined tensors they have the joined one.
+The other replicas get copies of this: state that each kept for itself would be that of
+other rows. Of joined tensors they have the joined one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from scatterpar.batch import nested
-from scatterpar.batch.nested import PLAIN
 from scatterpar.calls.division import Division, are_divided_alike
 from scatterpar.calls.replicas_of_call import ReplicasOfCall
-from scatterpar.calls.shared_data import DataPlace
 from scatterpar.errors import Told, warn
 from scatterpar.objects.snapshot import entries_of
 from scatterpar.replicas.computed_weights import name_of_computed, spectral_weights
@@ -56,7 +53,7 @@ def join_left_tensors(
     }
     for module, name in spectral_weights(replica_set.modules):
         known.add((id(vars(module)), name))
-    left: list[dict[DataPlace, Any]] = [{} for _ in others]
+    joined: set[int] = set()
     for number, container, saved in changed:
         before = dict(entries_of(saved))
         for key, value in list(entries_of(container)):
@@ -65,20 +62,16 @@ def join_left_tensors(
             # Sets and deques have no place to which a joined tensor could be written.
             if not isinstance(container, (dict, list)) or (id(container), key) in known:
                 continue
-            if type(value) in PLAIN or not is_divided:
+            if not is_divided or not any(_is_tensor(a) for a in nested.atoms(value)):
+                continue
+            if id(container) in buffers and not value.requires_grad:
                 continue
             values = [value, *_counterparts(number, key, others)]
-            has_tensors = any(map(_is_tensor, nested.atoms(value)))
-            is_state = id(container) in buffers and not value.requires_grad
-            if has_tensors and not is_state:
-                values = _joined_or_own(values, key, division, told)
-                container[key] = values[0]
-            for of_replica, own in zip(left, values[1:], strict=True):
-                if own is not None:
-                    of_replica[number, key] = own
+            container[key], new = _joined_or_first(values, key, division, told)
+            joined.update(map(id, new))
     if is_divided:
         refuse_created(replica_set.root, replica_set.tensors)
-    replicas_of_call.shared_data.share_left(left)
+    replicas_of_call.shared_data.share_left(joined)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -93,45 +86,34 @@ def _counterparts(number: int, key: Any, others: Sequence[Replica]) -> list[Any]
     return values
 
 
-def _joined_or_own(
+def _joined_or_first(
     values: list[Any], name: Any, division: Division, told: Told
-) -> list[Any]:
-    """The value of each replica, in which tensors with rows are joined."""
-    joined: list[Tensor | None] = []  # by atom
+) -> tuple[Any, list[Tensor]]:
+    """Join the values of all replicas, or take that of replica 0. Also returns the
+    tensors that were joined.
+    """
+    joined: list[Tensor] = []
 
-    def join_atoms(atoms: list[Any]) -> None:
+    def join_atoms(atoms: list[Any]) -> Any:
         first = atoms[0]
         if not all(map(_is_tensor, atoms)):
-            joined.append(None)
-        elif are_divided_alike(atoms, division.rows, division.dim):
+            return first
+        if are_divided_alike(atoms, division.rows, division.dim):
             joined.append(division.join(atoms))
-        else:
-            joined.append(None)
-            if first.requires_grad and told.mark(("left", str(name))):
-                warn(
-                    "forward, or a hook, leaves a tensor of shape "
-                    f"{tuple(first.shape)} in {name!r}. The tensor does not have one "
-                    "entry per row, and it comes from the first replica only; return "
-                    "the tensor from forward, or leave a tensor with one entry per row "
-                    "instead. docs/limits.md, State in modules."
-                )
+            return joined[-1]
+        if first.requires_grad and told.mark(("left", str(name))):
+            warn(
+                "forward, or a hook, leaves a tensor of shape "
+                f"{tuple(first.shape)} in {name!r}. The tensor does not have one "
+                "entry per row, and it comes from the first replica only; return "
+                "the tensor from forward, or leave a tensor with one entry per row "
+                "instead. docs/limits.md, State in modules."
+            )
+        return first
 
     try:
-        nested.merge(join_atoms, values)
+        merged = nested.merge(join_atoms, values)
     except ValueError:  # mappings with other keys
-        return values
-    if all(tensor is None for tensor in joined):
-        return values
-    results: list[Any] = []
-    for number in range(len(values)):
-        remaining = iter(joined)
-        choose = partial(_joined_or_of_replica, remaining, number)
-        results.append(nested.merge(choose, values))
-    return results
-
-
-def _joined_or_of_replica(
-    joined: Iterator[Tensor | None], number: int, atoms: list[Any]
-) -> Any:
-    tensor = next(joined)
-    return atoms[number] if tensor is None else tensor
+        return values[0], []
+    # The same object, which may be elsewhere, too.
+    return (merged if joined else values[0]), joined

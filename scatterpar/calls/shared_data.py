@@ -2,33 +2,30 @@
 
 A call may write ``self.mask = mask`` in ``forward``, or fill a list that a hook knows,
 and the loop may clear this list. Copying the modules again for each such call would be
-slow. So the replicas go on with what their own ``forward`` has left, on their own
-devices, and follow the loop in what it removes. Until new replicas are made, they share
-the rest with the user's containers. A step needs copies, and makes new replicas.
+slow. So the replicas get copies of what the first one has left, on their own devices,
+and follow the loop in what it removes. What has a graph, or was joined, they share with
+the user's containers until new replicas are made. A step makes new replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Set
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.batch.nested import PLAIN
 from scatterpar.devices.copies import to_device
-from scatterpar.devices.write_counters import versions
+from scatterpar.objects.left_data import LeftData
 from scatterpar.objects.references import MUTABLE_CONTAINERS
-from scatterpar.objects.snapshot import Snapshot, entries_of
-from scatterpar.replicas.replicas import ReplicaSet
+from scatterpar.objects.snapshot import entries_of, refill
+from scatterpar.replicas.replicas import Replica, ReplicaSet
 
 # The names of torch's containers in a module: parameters, hooks and the like.
 _REGISTRIES = [
     name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set))
 ]
-# The number of a container, and a key or position in it.
-DataPlace = tuple[int, Any]
 
 
 class SharedData:
@@ -36,12 +33,6 @@ class SharedData:
 
     def __init__(self, replica_set: ReplicaSet) -> None:
         self._replica_set = replica_set
-        self._builds = 0
-        # Values that no build has found, so that the replicas do not follow them.
-        self._left: dict[DataPlace, Any] = {}
-        self._containers = Snapshot([])
-        self._tensors: Sequence[Tensor] = ()
-        self._versions: Sequence[int] = ()
 
     def changed_containers(self) -> Iterator[tuple[int, Any, Any]]:
         """Yield number, container and earlier contents of each of the user's containers
@@ -56,10 +47,8 @@ class SharedData:
 
         Else new replicas have to be made, which follow it.
         """
-        if self._builds != self._replica_set.builds:
-            return True
-        has_same_contents = self._containers.has_same_contents()
-        return has_same_contents and versions(self._tensors) == self._versions
+        left_data = self._replica_set.left_data
+        return left_data is None or left_data.is_as_left()
 
     def share_removals(self) -> bool:
         """Let the replicas share what the loop has removed, and plain values of it.
@@ -77,72 +66,49 @@ class SharedData:
             for key in before.keys() - after.keys():
                 if not tensors.keys().isdisjoint(map(id, nested.atoms(before[key]))):
                     return False
-        return self._share([])
+        return self._share(frozenset())
 
-    def share_left(self, own: Sequence[Mapping[DataPlace, Any]]) -> None:
+    def share_left(self, joined: Set[int]) -> None:
         """Let the replicas share what a call has left. Other changes than of data wait
         for the next ``follow``.
 
-        Args:
-            own: what the replicas except the first have left themselves, for those that
-                were called.
+        ``joined`` tensors, by ``id``, are not copied.
 
         Call it if ``changed_containers`` has yielded any.
         """
+        # What forward passes have written themselves is other data on each replica.
+        if not self.is_as_left():
+            return
         state = self._replica_set.state
         # Changed numbers and flags are copied by ``follow``.
         if state is not None and state.value_changes() is None:
-            self._share(own)
+            self._share(joined)
 
-    def _share(self, own: Sequence[Mapping[DataPlace, Any]]) -> bool:
+    def _share(self, joined: Set[int]) -> bool:
         replica_set = self._replica_set
         state = replica_set.state
         changes = None if state is None else state.new_data(self._registries())
         if state is None or changes is None:
             return False
-        for number_of_replica, replica in enumerate(replica_set.replicas):
-            of_replica: Mapping[DataPlace, Any] = {}
-            if 0 < number_of_replica <= len(own):
-                of_replica = own[number_of_replica - 1]
+        first, *others = replica_set.replicas
+        new: dict[Replica, list[dict[Any, Any]]] = {first: [{} for _ in changes]}
+        # Copies first: if memory runs out, no replica has changed. That of the first
+        # replica is not called, and needs none.
+        for replica in others:
+            copies = _DataCopies(replica, joined)
+            new[replica] = [
+                copies.of_new(container, saved) for _, container, saved in changes
+            ]
+        for replica, of_containers in new.items():
             replica.state.restore()
-            for number, container, saved in changes:
-                known = {id(value) for _, value in entries_of(saved)}
-                new: dict[Any, Any] = {}
-                for key, value in entries_of(container):
-                    if id(value) in known or type(value) in PLAIN:
-                        continue
-                    if (number, key) in of_replica:
-                        new[key] = of_replica[number, key]
-                    elif number_of_replica > 0 and replica.copy_of(value) is value:
-                        new[key] = _copy_for_replica(value, replica.device)
-                replica.refill(number, saved, new)
+            for (number, _, saved), entries in zip(changes, of_containers, strict=True):
+                replica.refill(number, saved, entries)
             replica.state.accept()
-        self._remember(changes)
+        if replica_set.left_data is None:
+            replica_set.left_data = LeftData()
+        replica_set.left_data.remember(changes)
         state.accept()
-        replica_set.lacks_data = True
         return True
-
-    def _remember(self, changes: Sequence[tuple[int, Any, Any]]) -> None:
-        """Remember what was left in these containers, as it is now."""
-        builds = self._replica_set.builds
-        if self._builds != builds:
-            self._builds = builds
-            self._left = {}
-        for number, container, saved in changes:
-            entries = dict(entries_of(container))
-            known = {id(value) for _, value in entries_of(saved)}
-            for place in [place for place in self._left if place[0] == number]:
-                if entries.get(place[1]) is not self._left[place]:
-                    del self._left[place]
-            for key, value in entries.items():
-                if id(value) not in known and type(value) not in PLAIN:
-                    self._left[number, key] = value
-        contents = nested.with_contents(list(self._left.values()))[1:]
-        self._containers = Snapshot(
-            value for value in contents if type(value) in MUTABLE_CONTAINERS
-        )
-        self._tensors = [value for value in contents if isinstance(value, Tensor)]
-        self._versions = versions(self._tensors)
 
     def _registries(self) -> set[int]:
         """The ``id`` of torch's containers in the modules, which hold no data."""
@@ -152,15 +118,52 @@ class SharedData:
         return registries
 
 
-def _copy_for_replica(value: Any, device: torch.device) -> Any:
-    """What a replica gets that has left nothing itself, such as one without rows.
+class _DataCopies:
+    """Copies of values for a replica: of one value, wherever it is, one copy."""
 
-    Tensors with a graph are shared.
-    """
+    def __init__(self, replica: Replica, joined: Set[int]) -> None:
+        self._replica = replica
+        self._joined = joined
+        self._copies: dict[int, Any] = {}
 
-    def of_tensor(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            return tensor
-        return to_device(tensor, device, copy=True)
+    def of_new(self, container: Any, saved: Any) -> dict[Any, Any]:
+        """The copies of what a container has, and had not ``saved``, by place."""
+        if isinstance(container, set):  # its entries have no places
+            return {}
+        known = {id(value) for _, value in entries_of(saved)}
+        return {
+            key: self.of(value)
+            for key, value in entries_of(container)
+            if type(value) not in PLAIN and id(value) not in known
+        }
 
-    return nested.map_tensors(of_tensor, value)
+    def of(self, value: Any) -> Any:
+        """The copy of a value that consists of plain values and tensors.
+
+        Tensors with a graph, and joined ones, are shared.
+        """
+        if type(value) in PLAIN:
+            return value
+        if id(value) not in self._copies:
+            self._copies[id(value)] = self._new(value)
+        return self._copies[id(value)]
+
+    def _new(self, value: Any) -> Any:
+        copied = self._replica.copy_of(value)
+        if copied is not value:
+            return copied
+        if isinstance(value, Tensor):
+            if value.requires_grad or id(value) in self._joined:
+                return value
+            return to_device(value, self._replica.device, copy=True)
+        if type(value) is tuple:
+            return tuple(map(self.of, value))
+        if type(value) not in MUTABLE_CONTAINERS:
+            return value
+        copied = value.copy()  # keeps a ``default_factory`` or ``maxlen``
+        if isinstance(value, dict):
+            copy_of = self._replica.copy_of
+            refill(copied, {copy_of(key): self.of(v) for key, v in value.items()})
+        else:
+            refill(copied, list(map(self.of, value)))
+        return copied

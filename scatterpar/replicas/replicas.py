@@ -29,6 +29,7 @@ from scatterpar.devices.virtual_devices import physical
 from scatterpar.devices.write_counters import versions
 from scatterpar.errors import restored
 from scatterpar.look_steps import is_look_step
+from scatterpar.objects.left_data import LeftData
 from scatterpar.objects.snapshot import Snapshot, ValueChange
 from scatterpar.plan import Share
 from scatterpar.replicas.batch_statistics import (
@@ -281,8 +282,8 @@ class ReplicaSet:
         builds: how often replicas were made.
         sends: how often values were sent by ``send``.
         num_hooks: the number of hooks on modules: replicas are made again if one comes.
-        lacks_data: true from a call that has left data in the user's modules, until new
-            replicas are made; till then they have the same data, not copies.
+        left_data: what calls have left in the user's modules since the replicas were
+            made, which lack copies of some of it; ``None`` if nothing.
     """
 
     def __init__(self, options: ReplicaOptions) -> None:
@@ -305,7 +306,12 @@ class ReplicaSet:
         # Where the user's tensors were stored when the replicas were reset.
         self._places_of_reset: Sequence[Tensor] = ()
         self.num_hooks = 0
-        self.lacks_data = False
+        self.left_data: LeftData | None = None
+
+    @property
+    def lacks_data(self) -> bool:
+        """Whether replicas have data of calls, which a step copies."""
+        return self.left_data is not None
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -487,7 +493,7 @@ class ReplicaSet:
             self.compiler = Compiler()
         self.replicas = [Replica(self, device) for device in self.device_ids]
         self._sends_in_mode = 0
-        self.lacks_data = False
+        self.left_data = None
         first = self.replicas[0]
         self._registered = RegisteredBuffers(self.modules, first.modules, first.copy_of)
         self.num_hooks = _num_hooks(self.modules)

@@ -1,5 +1,9 @@
 """Data that calls leave: replicas share it between calls, and copy it for a step."""
 
+import copy
+import gc
+import weakref
+
 import pytest
 import torch
 from harness.oracle import assert_close, build, randn
@@ -150,7 +154,7 @@ def test_list_that_loop_clears_needs_no_new_replicas(name):
     assert replica_set.builds == 1
 
 
-def test_entries_that_move_stay_those_of_each_replica():
+def test_entries_that_move_are_those_of_first_replica():
     """The oldest goes, as from a queue."""
 
     def forward(self, rows):
@@ -163,13 +167,10 @@ def test_entries_that_move_stay_those_of_each_replica():
     engine.module.left.pop(0)
     engine(ROWS)
     assert replica_set.builds == 1
-    for left, rows in (
-        (engine.module.left, ROWS[:4]),
-        (replica_set.replicas[1].root.left, ROWS[4:]),
-    ):
+    for left in (engine.module.left, replica_set.replicas[1].root.left):
         assert len(left) == 3
         for entry in left:
-            assert_close(entry, rows.sum(0), "an entry")
+            assert_close(entry, ROWS[:4].sum(0), "an entry")
 
 
 def test_removed_tensor_frees_its_copies():
@@ -194,3 +195,79 @@ def test_replica_without_rows_gets_copy_of_its_own():
     mask = replica_set.replicas[1].root.mask
     assert mask is not engine.module.mask
     assert torch.equal(mask, engine.module.mask)
+
+
+def moving_mean(self, rows):
+    if self.training:
+        self.mean = 0.5 * self.mean + rows.detach().mean(0)
+    return self.net(rows - self.mean)
+
+
+def mean_of_first_rows(self, rows):
+    if self.mean is None:
+        self.mean = rows.detach().mean(0)
+    return self.net(rows - self.mean)
+
+
+def moving_mean_in_dict(self, rows):
+    if self.training:
+        before = self.left.get("mean", torch.zeros(6, dtype=rows.dtype))
+        self.left["mean"] = 0.5 * before + rows.detach().mean(0)
+    return self.net(rows - self.left["mean"])
+
+
+def means_written_in_place(self, rows):
+    """Each call leaves one, and writes those of earlier calls."""
+    if self.training:
+        for mean in self.left["means"]:
+            mean += rows.detach().mean(0)
+        self.left["means"].append(rows.detach().mean(0))
+    return self.net(rows - sum(self.left["means"]))
+
+
+STATES = {
+    moving_mean: {"mean": torch.zeros(6, dtype=ROWS.dtype)},
+    mean_of_first_rows: {"mean": None},
+    moving_mean_in_dict: {"left": {}},
+    means_written_in_place: {"left": {"means": []}},
+}
+
+
+@pytest.mark.parametrize("layout", [["cpu"] * 2, ["cpu:0", "cpu:1"]], ids="+".join)
+@pytest.mark.parametrize("forward", STATES, ids=lambda f: f.__name__)
+def test_state_of_rows_is_that_of_users_module(forward, layout):
+    """Each replica went on with the state of its own rows, in evaluation, too."""
+    attributes = copy.deepcopy(STATES[forward])
+    net = build(lambda: Own(forward, net=mlp(), **attributes))
+    with ScatterOnceParallel(net, device_ids=layout, verify=False) as engine:
+        for number in range(4):
+            engine(ROWS + number).sum().backward()
+        engine.eval()
+        assert_close(engine(ROWS), net(ROWS), "an output")
+
+
+def fits(engine):
+    engine.forward_backward(ROWS, ROWS[:, :3], nn.functional.mse_loss)
+
+
+def calls_with_a_part_more(engine):
+    engine.module.part = nn.Tanh()
+    engine(ROWS)
+
+
+@pytest.mark.parametrize("go_on", [fits, calls_with_a_part_more])
+def test_what_a_call_left_is_freed(go_on):
+    def forward(self, rows):
+        output = self.net(rows)
+        if self.keeps:
+            self.left = output * 2
+        return output
+
+    engine, _ = engine_of(forward, left=None, keeps=True)
+    engine(ROWS)
+    left = weakref.ref(engine.module.left)
+    engine.module.keeps = False
+    engine.module.left = None
+    go_on(engine)
+    gc.collect()
+    assert left() is None

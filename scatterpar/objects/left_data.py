@@ -1,0 +1,56 @@
+"""Data that calls have left in the user's containers, as it was left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from scatterpar.batch.nested import PLAIN
+from scatterpar.devices.write_counters import versions
+from scatterpar.objects.references import MUTABLE_CONTAINERS
+from scatterpar.objects.snapshot import Snapshot, entries_of
+
+
+class LeftData:
+    """Values that the replicas do not follow, because no build has found them."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, list[Any]] = {}  # by the number of their container
+        self._containers = Snapshot([])
+        self._tensors: Sequence[Tensor] = ()
+        self._versions: Sequence[int] = ()
+
+    def is_as_left(self) -> bool:
+        """Whether nobody has written these values since the last ``remember``."""
+        has_same_contents = self._containers.has_same_contents()
+        return has_same_contents and versions(self._tensors) == self._versions
+
+    def remember(self, changes: Sequence[tuple[int, Any, Any]]) -> None:
+        """Remember what was left in these containers, and how it is now.
+
+        Each comes with its number, and with what it had before.
+        """
+        for number, container, saved in changes:
+            known = {id(value) for _, value in entries_of(saved)}
+            known -= set(map(id, self._values.get(number, ())))
+            self._values[number] = [
+                value
+                for _, value in entries_of(container)
+                if type(value) not in PLAIN and id(value) not in known
+            ]
+        values = list(_with_parts(self._values.values()))
+        self._containers = Snapshot(
+            value for value in values if type(value) in MUTABLE_CONTAINERS
+        )
+        self._tensors = [value for value in values if isinstance(value, Tensor)]
+        self._versions = versions(self._tensors)
+
+
+def _with_parts(values: Any) -> Iterator[Any]:
+    """Values, and what the containers among them consist of."""
+    for value in values:
+        yield value
+        if type(value) in MUTABLE_CONTAINERS or type(value) is tuple:
+            yield from _with_parts(value for _, value in entries_of(value))

@@ -168,6 +168,7 @@ class CallGradients:
         # autograd has left them.
         self._probes: dict[int, tuple[Tensor, Tensor]] = {}
         self._probed: set[int] = set()
+        self._num_compared = 0  # marks, of which these are the smallest
         # What is connected at present. The copies' graph refers to this object, so it
         # does not refer to them: such a cycle is never collected.
         self._replica_set: weakref.ref[ReplicaSet] | None = None
@@ -665,9 +666,12 @@ class CallGradients:
     def _probe_gradients(self) -> None:
         """Remember the values of a few small gradients of replica 0's."""
         self._probes = {}
-        # Chosen once per sum: to compare the sizes of all takes longer than to copy.
-        if not self._probed or not self._marks.keys() >= self._probed:
+        # Not in each pass: to compare the sizes of all takes longer than to copy.
+        if len(self._marks) != self._num_compared or not (
+            self._probed and self._marks.keys() >= self._probed
+        ):
             self._probed = self._smallest()
+            self._num_compared = len(self._marks)
         for key in self._probed:
             gradient = self._marks[key].gradient
             if gradient is not None and gradient.layout == torch.strided:

@@ -183,6 +183,30 @@ def test_uncounted_write_is_seen_beside_zeros(pair):
         optimizer.step()
 
 
+class WithUnused(nn.Module):
+    """Its first pass reaches one parameter, with a gradient of zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+        self.unused = nn.Parameter(torch.zeros(1))
+
+    def forward(self, rows, is_first):
+        return 0 * self.unused.expand(len(rows), 1) if is_first else self.net(rows)
+
+
+def test_uncounted_write_is_seen_after_pass_of_zeros():
+    net = build(WithUnused)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with ScatterOnceParallel(net, device_ids=["cpu"] * 2, verify=False) as engine:
+        with engine.no_sync():
+            for is_first in (True, False):
+                (1024 * engine(randn(8, 6), is_first).sum()).backward()
+        unscale(net, optimizer)
+        with pytest.raises(RuntimeError, match=r"inside of no_sync"):
+            optimizer.step()
+
+
 @pytest.mark.filterwarnings("ignore:.*gradients wait")
 @pytest.mark.parametrize("is_dropped", [False, True])
 @pytest.mark.parametrize("order", [(0, 2), (2, 0)])

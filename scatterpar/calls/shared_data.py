@@ -9,6 +9,7 @@ the user's containers until new replicas are made. A step makes new replicas.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Set
 from typing import Any
 
@@ -99,14 +100,18 @@ class SharedData:
             new[replica] = [
                 copies.of_new(container, saved) for _, container, saved in changes
             ]
+        copies_of: defaultdict[int, list[Any]] = defaultdict(list)
         for replica, of_containers in new.items():
             replica.state.restore()
-            for (number, _, saved), entries in zip(changes, of_containers, strict=True):
+            for change, entries in zip(changes, of_containers, strict=True):
+                number, container, saved = change
                 replica.refill(number, saved, entries)
+                for key, copied in entries.items():
+                    copies_of[id(container[key])].append(copied)
             replica.state.accept()
         if replica_set.left_data is None:
             replica_set.left_data = LeftData()
-        replica_set.left_data.remember(changes)
+        replica_set.left_data.remember(changes, copies_of)
         state.accept()
         return True
 

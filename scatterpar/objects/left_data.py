@@ -1,8 +1,9 @@
-"""Data that calls have left in the user's containers, as it was left."""
+"""Data that calls have left in the user's containers, and its copies, as left."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -18,19 +19,27 @@ class LeftData:
 
     def __init__(self) -> None:
         self._values: dict[int, list[Any]] = {}  # by the number of their container
+        self._copies: Mapping[int, Sequence[Any]] = {}  # by the ``id`` of the value
         self._containers = Snapshot([])
         self._tensors: Sequence[Tensor] = ()
         self._versions: Sequence[int] = ()
 
     def is_as_left(self) -> bool:
-        """Whether nobody has written these values since the last ``remember``."""
+        """Whether nobody has written these values, or copies of them, since the last
+        ``remember``.
+        """
         has_same_contents = self._containers.has_same_contents()
         return has_same_contents and versions(self._tensors) == self._versions
 
-    def remember(self, changes: Sequence[tuple[int, Any, Any]]) -> None:
+    def remember(
+        self,
+        changes: Sequence[tuple[int, Any, Any]],
+        copies: Mapping[int, Sequence[Any]],
+    ) -> None:
         """Remember what was left in these containers, and how it is now.
 
-        Each comes with its number, and with what it had before.
+        Each comes with its number, and with what it had before. ``copies`` are those of
+        new values, by ``id``.
         """
         for number, container, saved in changes:
             known = {id(value) for _, value in entries_of(saved)}
@@ -40,7 +49,10 @@ class LeftData:
                 for _, value in entries_of(container)
                 if type(value) not in PLAIN and id(value) not in known
             ]
-        values = list(_with_parts(self._values.values()))
+        left = list(chain.from_iterable(self._values.values()))
+        present = {**self._copies, **copies}
+        self._copies = {id(value): present.get(id(value), ()) for value in left}
+        values = list(_with_parts([*left, *self._copies.values()]))
         self._containers = Snapshot(
             value for value in values if type(value) in MUTABLE_CONTAINERS
         )
@@ -52,5 +64,5 @@ def _with_parts(values: Any) -> Iterator[Any]:
     """Values, and what the containers among them consist of."""
     for value in values:
         yield value
-        if type(value) in MUTABLE_CONTAINERS or type(value) is tuple:
+        if type(value) in (*MUTABLE_CONTAINERS, tuple):
             yield from _with_parts(value for _, value in entries_of(value))

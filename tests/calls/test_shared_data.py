@@ -1,5 +1,6 @@
 """Data that calls leave: replicas share it between calls, and copy it for a step."""
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -243,6 +244,44 @@ def test_state_of_rows_is_that_of_users_module(forward, layout):
         for number in range(4):
             engine(ROWS + number).sum().backward()
         engine.eval()
+        assert_close(engine(ROWS), net(ROWS), "an output")
+
+
+def counts_large_rows(self, rows):
+    if self.made is None:
+        self.made = torch.zeros(6, dtype=rows.dtype)
+    self.made += (rows.detach() > 50).sum(0)
+    return self.net(rows - self.made)
+
+
+def lists_large_rows(self, rows):
+    if self.made is None:
+        self.made = {"sizes": []}
+    if bool((rows > 50).any()):
+        self.made["sizes"].append(len(rows))
+    return self.net(rows - len(self.made["sizes"]))
+
+
+def fails_after_large_rows(self, rows):
+    output = lists_large_rows(self, rows)
+    if bool((rows > 90).any()):
+        raise ValueError("a large row")
+    return output
+
+
+WRITES = [counts_large_rows, lists_large_rows, fails_after_large_rows]
+
+
+@pytest.mark.parametrize("forward", WRITES, ids=lambda f: f.__name__)
+def test_write_of_one_replica_alone_is_undone(forward):
+    """Its rows would have been computed with other state than the user's module has."""
+    net = build(lambda: Own(forward, net=mlp(), made=None))
+    large = ROWS.clone()
+    large[-1] = 99
+    with ScatterOnceParallel(net, device_ids=["cpu"] * 2, verify=False) as engine:
+        engine(ROWS)
+        with contextlib.suppress(ValueError):
+            engine(large)
         assert_close(engine(ROWS), net(ROWS), "an output")
 
 

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Set
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
@@ -160,7 +161,9 @@ class _DataCopies:
         if isinstance(value, Tensor):
             if value.requires_grad or id(value) in self._joined:
                 return value
-            return to_device(value, self._replica.device, copy=True)
+            # Tensors that are made in inference mode could not be trained with later.
+            with torch.inference_mode(False), torch.no_grad():
+                return to_device(value, self._replica.device, copy=True)
         if type(value) is tuple:
             return tuple(map(self.of, value))
         if type(value) not in MUTABLE_CONTAINERS:

@@ -285,6 +285,22 @@ def test_write_of_one_replica_alone_is_undone(forward):
         assert_close(engine(ROWS), net(ROWS), "an output")
 
 
+def test_constant_of_inference_is_trained_with_later():
+    """Copies that are made in inference mode could not be saved for backward."""
+    constant = torch.ones(3, dtype=ROWS.dtype)
+
+    def forward(self, rows):
+        if self.left is None:
+            self.left = [constant]
+        return self.net(rows) * self.left[0]
+
+    engine, replica_set = engine_of(forward, left=None)
+    with torch.inference_mode():
+        engine(ROWS)
+    engine(ROWS).sum().backward()
+    assert replica_set.builds == 1
+
+
 def fits(engine):
     engine.forward_backward(ROWS, ROWS[:, :3], nn.functional.mse_loss)
 

@@ -46,7 +46,7 @@ def test_what_does_not_count_may_be_no_number(value):
 def test_loss_that_is_not_finite_names_its_sub_step(value):
     share = losses_of(1.0, value, weights=[0.5, 0.5], check_finite=True)
     with pytest.raises(
-        FloatingPointError, match="sub-step 1; check the rows"
+        FloatingPointError, match="sub-step 1; nothing was changed"
     ) as caught:
         share.read()
     (note,) = caught.value.__notes__

@@ -521,7 +521,7 @@ def test_evaluation_finds_fitting_sub_steps(place):
         engine.forward_backward(inputs, targets, LOSS)
         assert engine.last_step.plan.substep_rows == (32, 32)
     (told,) = caught
-    assert "64 rows with accum=1 ran out of memory; accum=" in str(told.message)
+    assert "64 rows with accum=1 ran out of memory, and accum=" in str(told.message)
 
 
 @pytest.mark.parametrize("place", ["host", "pinned", "device"])

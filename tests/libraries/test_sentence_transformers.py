@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 
 import pytest
 import torch
@@ -171,7 +172,8 @@ def trained(name, saved, folder, devices):
     ids=["adaptive layers", "Matryoshka 2d"],
 )
 def test_losses_that_read_all_layers_raise(loss, saved, tmp_path, monkeypatch):
-    """They call ``forward`` itself, whose hooks collect the rows of one replica.
+    """They call ``forward`` itself, whose hooks collect the rows of one replica, or of an
+    earlier call: the layers that are drawn decide.
 
     transformers 5.0.0 has no such hooks. The run equals that of one device.
     """
@@ -179,7 +181,7 @@ def test_losses_that_read_all_layers_raise(loss, saved, tmp_path, monkeypatch):
     try:
         ours = trained("of layers", saved, tmp_path, ["cpu:0", "cpu:1"])
     except RuntimeError as error:
-        if "The size of tensor" not in str(error):
+        if not re.search("The size of tensor|the graph a second time", str(error)):
             raise
         return
     stock = trained("of layers", saved, tmp_path, None)

@@ -42,22 +42,31 @@ class LeftData:
         new values, by ``id``.
         """
         for number, container, saved in changes:
-            known = {id(value) for _, value in entries_of(saved)}
-            known -= set(map(id, self._values.get(number, ())))
-            self._values[number] = [
-                value
-                for _, value in entries_of(container)
-                if type(value) not in PLAIN and id(value) not in known
-            ]
+            earlier = self._values.get(number, ())
+            self._values[number] = _left_in(container, saved, earlier)
         left = list(chain.from_iterable(self._values.values()))
-        present = {**self._copies, **copies}
-        self._copies = {id(value): present.get(id(value), ()) for value in left}
-        values = list(_with_parts([*left, *self._copies.values()]))
-        self._containers = Snapshot(
-            value for value in values if type(value) in MUTABLE_CONTAINERS
-        )
-        self._tensors = [value for value in values if isinstance(value, Tensor)]
+        known_copies = {**self._copies, **copies}
+        self._copies = {id(value): known_copies.get(id(value), ()) for value in left}
+        self._watch([*left, *chain.from_iterable(self._copies.values())])
+
+    def _watch(self, values: Sequence[Any]) -> None:
+        parts = list(_with_parts(values))
+        containers = [part for part in parts if type(part) in MUTABLE_CONTAINERS]
+        self._containers = Snapshot(containers)
+        self._tensors = [part for part in parts if isinstance(part, Tensor)]
         self._versions = versions(self._tensors)
+
+
+def _left_in(container: Any, saved: Any, earlier: Sequence[Any]) -> list[Any]:
+    """What a container has, and what no build has found there: all that is new beside
+    ``saved``, and what was left ``earlier``.
+    """
+    built = {id(value) for _, value in entries_of(saved)} - set(map(id, earlier))
+    return [
+        value
+        for _, value in entries_of(container)
+        if type(value) not in PLAIN and id(value) not in built
+    ]
 
 
 def _with_parts(values: Any) -> Iterator[Any]:

@@ -130,7 +130,7 @@ replica has several sub-steps, `forward` runs twice for each micro-batch: first 
     ),
     Topic(
         "CUDA graphs and torch.compile",
-        "gpus.md#graphs",
+        "cuda-graphs.md",
         ("replicas/compiled", "options/graphs"),
         "",
         """Replicas compute in threads of one process. CUDA graphs that `torch.compile` records were never tried there.""",

@@ -551,7 +551,7 @@ UNSEEN = [
 
 @pytest.mark.parametrize("words", UNSEEN)
 def test_page_names_what_nothing_shows(words):
-    _, _, text = read("docs/gpus.md").partition(
-        "### What a CUDA graph does not notice\n"
+    _, _, text = read("docs/cuda-graphs.md").partition(
+        "## What a CUDA graph does not notice\n"
     )
     assert words in text.partition("\n## ")[0]

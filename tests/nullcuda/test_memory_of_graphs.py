@@ -1,6 +1,6 @@
 """How much memory graphs take, by torch's own allocator.
 
-The page of GPUs says it in words (docs/gpus.md).
+The page of graphs says it in words (docs/cuda-graphs.md).
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ replica has several sub-steps, `forward` runs twice for each micro-batch: first 
     ),
     Topic(
         "nn.SyncBatchNorm",
-        "limits.md#what-raises-an-error",
+        "large-batches.md#over-the-rows-of-all-replicas",
         ("",),
         r"SyncBatchNorm|does not come to|In this layer each|value per channel",
         """An `nn.SyncBatchNorm` in training mode normalises over the micro-batches of all replicas. So each replica waits in this layer for all others.""",
@@ -225,7 +225,7 @@ In these calls random operators return constants in the place of random numbers.
     ),
     Topic(
         "Threads",
-        "limits.md#your-process",
+        "debugging.md#your-process",
         ("threads/", "torch_private/"),
         "",
         """Each replica computes in a thread of its own.""",
@@ -607,7 +607,7 @@ def topic_of(place: str, problem: str) -> Topic:
 _HEAD = """# Errors by their words
 
 Search this page for some words of your message. `‹…›` and `…` stand for names, numbers and shapes of your program.
-[Replica, micro-batch and sub-step](start.md#words) are explained on *Start*. What goes wrong without an error, and how to debug a step, is on [Limits](limits.md).
+[Replica, micro-batch and sub-step](start.md#words) are explained on *Start*. What goes wrong without an error is on [Silently wrong](silently-wrong.md). [When a step fails](debugging.md) says how to debug a step.
 
 **A step that raises an error has changed nothing**, unless the error says that values are lost. Each error is a `ValueError`, `TypeError` or `RuntimeError`.
 There are three exceptions: `FloatingPointError` (`check_finite=True`), `AttributeError` (an option that cannot be set later) and `TimeoutError`.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import logging
 import re
 import sys
 
 import pytest
 import torch
+from harness.models import Of
 from harness.oracle import assert_gradients, build, gradients, randint, randn
 from harness.pages import Checked, blocks, namespace, read, run, sections
 from torch import nn
@@ -24,7 +26,7 @@ START = blocks(read("docs/start.md"), "python")
 
 # --- debug ---
 
-DEBUG = sections("docs/limits.md")["Debug a step"]
+DEBUG = read("docs/debugging.md")
 FAILS, ALONE, WITH_ONE_REPLICA, NOT_FINITE, BAD_ROWS, ANOMALY, CHECK, LOG = blocks(
     DEBUG, "python"
 )
@@ -63,15 +65,75 @@ def test_nan_row_anomaly_and_check_are_shown(names, capsys):
     names["engine"] = ScatterOnceParallel(names["model"], 4, ["cpu"] * 2)
     run(CHECK, names)
     assert "only rounding differs" in capsys.readouterr().out
-    names["images"][19, 3] = torch.nan
     run(NOT_FINITE, names)
     assert capsys.readouterr().out == NOTE_OF_NAN
     run(BAD_ROWS, names)
     assert names["bad"] == [19]
 
 
-def test_log_is_that_of_the_page():
-    assert f'"{logger.name}"' in LOG
+def test_log_is_that_of_the_page(names, caplog):
+    caplog.set_level(logging.WARNING, logger.name)  # also puts the level back
+    engine = ScatterOnceParallel(names["model"], 4, ["cpu"] * 2)
+    run(LOG, names)
+    engine.forward_backward(names["images"], names["labels"], names["criterion"])
+    assert {record.name for record in caplog.records} == {logger.name}
+
+
+def normalised():
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def step_before_backward(names):
+    engine = ScatterOnceParallel(build(normalised), device_ids=["cpu:0", "cpu:1"])
+    loss = engine(names["images"]).sum()
+    engine.forward_backward(names["images"], names["labels"], names["criterion"])
+    loss.backward()
+
+
+def freezes_in_forward(names):
+    def forward(model, images):
+        model.linear.bias.requires_grad_(False)
+        return model.linear(images)
+
+    model = build(lambda: Of(forward, linear=nn.Linear(8, 3)))
+    ScatterOnceParallel(model, device_ids=["cpu:0", "cpu:1"])(names["images"])
+
+
+def draws_from_default_generator(names):
+    def forward(model, images):
+        noise = torch.rand(3, generator=torch.random.default_generator)
+        return model.linear(images) + noise.to(images)
+
+    model = build(lambda: Of(forward, linear=nn.Linear(8, 3)))
+    engine = ScatterOnceParallel(model, device_ids=["cpu"] * 2, verify=False)
+    engine.forward_backward(names["images"], names["labels"], names["criterion"])
+
+
+def row_from_closure(names):
+    weights = torch.ones(64)
+
+    def criterion(output, labels):
+        return (cross_entropy(output, labels, reduction="none") * weights).mean()
+
+    engine = ScatterOnceParallel(names["model"], 4, ["cpu"] * 2)
+    engine.forward_backward(names["images"], names["labels"], criterion)
+
+
+SYMPTOMS = {
+    "modified by an inplace operation": step_before_backward,
+    "requires_grad flags of leaf variables": freezes_in_forward,
+    "generator=_ThreadAwareGenerator": draws_from_default_generator,
+    "`8` (micro-batch) and `64` (batch)": row_from_closure,
+}
+
+
+@pytest.mark.parametrize("words", SYMPTOMS)
+def test_symptom_has_the_words_of_the_page(names, words):
+    assert words in DEBUG
+    parts = re.findall("`(.+?)`", words) or [words]
+    with pytest.raises((RuntimeError, TypeError, ValueError)) as caught:
+        SYMPTOMS[words](names)
+    assert all(part in str(caught.value) for part in parts)
 
 
 @pytest.mark.draws

@@ -1,4 +1,4 @@
-"""What splitcheck's errors name as the way out (docs/limits.md) is followed, and passes."""
+"""What splitcheck's errors name as the way out is followed, and passes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The verdict on a step for each cause: the words, and what becomes of the step.
 
-The causes and their order are those of ``causes/evidence.py``. The table *What
-the check before a step finds* of ``docs/limits.md`` has an outcome for each.
+The causes and their order are those of ``causes/evidence.py``. The page
+``docs/check.md`` has an outcome for each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The words of errors on docs/limits.md and docs/errors.md are those of the sources."""
+"""The words of errors on the pages of limits, of the check and of errors are those of
+the sources.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import errors
 import pytest
 from harness.pages import blocks, read
 
-PAGE = read("docs/limits.md")
+PAGES = [read("docs/limits.md"), read("docs/check.md")]
 
 
 def is_in(phrase: str, text: str) -> bool:
@@ -48,7 +50,7 @@ def test_error_of_the_readme_is_on_the_page():
     assert any("It seems to be a mean" in row for row in found)
 
 
-PHRASES = re.findall(r"\braises `(?!\w+Error`)([^`]+)`", PAGE)
+PHRASES = re.findall(r"\braises `(?!\w+Error`)([^`]+)`", "\n".join(PAGES))
 
 
 @pytest.mark.parametrize("phrase", PHRASES)

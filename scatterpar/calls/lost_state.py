@@ -71,16 +71,17 @@ class LostState:
         """Warn, after a call that has succeeded, of what was found."""
         self._warn(
             self._lost,
-            "forward sets {names} otherwise on each replica: your module keeps what "
-            "the first one has set, for its rows. Return it from forward, one entry "
-            "per row, or set it outside of forward, from the joined output.",
+            "forward sets {names} to another value on each replica: your module keeps "
+            "the value of the first replica, which has seen its own rows only. Return "
+            "the value from forward, one entry per row. Or set it outside of forward, "
+            "from the joined output.",
         )
         self._warn(
             self._left,
             "forward or a hook leaves tensors behind in {names}, which all replicas "
-            "share: whoever reads it, such as a criterion, gets those of one replica. "
+            "share: a criterion that reads them gets the tensors of one replica only. "
             "Return them from forward, or keep them in an attribute of a module, a "
-            "list or a dict, and they are joined.",
+            "list or a dict: these are joined.",
         )
 
     def _warn(self, names: Sequence[str], text: str) -> None:

@@ -162,8 +162,9 @@ _RESULTS_DO_NOT_FIT = (
 
 
 _ENTRIES_ARE_ARGUMENTS = (
-    "engine.map passes the entries of a single dict as keyword arguments, and those of "
-    "a single tuple as positional ones; pass (value,) to pass it as one argument"
+    "engine.map passes the entries of a single dict as keyword arguments, and the "
+    "entries of a single tuple as positional arguments; pass (value,) to pass the dict "
+    "or tuple as one argument"
 )
 
 

@@ -43,7 +43,7 @@ def test_mean_over_rows_told_once_by_name(devices):
 
     module = Of(forward, linear=linear(), hidden=None, late=None)
     (text,) = told(DataParallelModel(module, devices(3)))
-    assert "forward sets the attribute 'late' otherwise on each replica" in text
+    assert "forward sets the attribute 'late' to another value on each replica" in text
     assert_close(module.hidden, module.linear(INPUTS).detach(), "hidden")
 
 
@@ -118,7 +118,7 @@ def by_first_batch(m, inputs):
     [
         (by_length, ""),
         (by_rows, "other outputs for a few rows"),
-        (by_first_batch, "forward sets the attribute 'table' otherwise"),
+        (by_first_batch, "forward sets the attribute 'table' to another"),
         ("an object", "leaves tensors behind in forward.table"),
     ],
 )

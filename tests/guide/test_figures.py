@@ -13,7 +13,7 @@ from scatterpar.replicas import large_tensors
 
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in ROOT.glob("docs/*.md"))]
 PAGES.remove("docs/package.md")  # a part of the README, without its links
-PAGES.remove("docs/errors.md")  # written from the sources
+PAGES.remove("docs/errors.md")  # words of messages
 
 UNITS = {"%": 0.01, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 UNITS |= {"bytes": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}

@@ -861,6 +861,15 @@ SABOTAGES = [
         seen_by="test_pass_that_fails_at_its_end_keeps_nothing",
     ),
     Sabotage(
+        name="numbers in outputs become lists, and nobody says so",
+        promise="told",
+        file="calls/call.py",
+        place="Calls._tell_of_lists",
+        text="value is not None and",
+        replacement="False and",
+        seen_by="test_values_without_a_graph_are_told_once",
+    ),
+    Sabotage(
         name="-1 and -2 select the same output",
         promise="told",
         file="calls/call_looks.py",

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 from torch.nn.utils.rnn import PackedSequence
 
 from scatterpar.batch import nested
@@ -35,6 +36,8 @@ Lists = Literal["never", "if clear", "always"]
 
 # Whose ``==`` gives a bool.
 _COMPARABLE = (*nested.PLAIN_CLASSES, torch.Size)
+# With arrays: whose lists nobody expects.
+_LISTED = (*nested.PLAIN_CLASSES, Distribution)
 
 
 class Entries(enum.Enum):
@@ -221,6 +224,28 @@ def lists_by_place(
         for values in _values_by_place(pieces, rows, dim, lists)
         if all(isinstance(value, list) for value in values)
     ]
+
+
+def first_listed(
+    pieces: Sequence[Any], rows: Sequence[int], dim: int, lists: Lists
+) -> Any:
+    """The first value that ``join_rows`` makes a list of, though users expect one.
+
+    That is a number, a string, a NumPy array or a distribution that differs between the
+    pieces. Returns ``None`` if there is none. Other objects, such as caches of keys and
+    values, are left alone.
+    """
+    if isinstance(pieces[0], Tensor):  # mostly
+        return None
+    for values in _values_by_place(pieces, rows, dim, lists):
+        first = values[0]
+        if isinstance(first, Tensor):
+            continue
+        is_array = hasattr(type(first), "__array__")
+        is_listed = is_array or isinstance(first, _LISTED)
+        if is_listed and not _are_all_same(values):
+            return first
+    return None
 
 
 def _values_by_place(

@@ -33,6 +33,7 @@ from scatterpar.batch.joining import (
     Lists,
     NumberWeights,
     combined_number,
+    first_listed,
     join_rows,
 )
 from scatterpar.batch.markers import Batches, Marker, count_rows, unwrap_markers
@@ -431,6 +432,8 @@ class Calls:
         if len(outputs) == 1:
             return KnownTensors()
         call = self._call_of_look(self._root, arguments, outputs, plan, options.dim)
+        sizes = [len(part) for part in call.parts()]
+        self._tell_of_lists(outputs, sizes, options.dim, self._lists(arguments))
         tensors = self._looks.look(call, asks=options.verify, compares_rows=False)
         numbers: dict[int, NumberWeights] = {}
         for position, rule in tensors.rules.items():
@@ -469,6 +472,22 @@ class Calls:
 
     # --- the output ---
 
+    def _tell_of_lists(
+        self, outputs: Sequence[Any], rows: Sequence[int], dim: int, lists: Lists
+    ) -> None:
+        """Warn once of values in outputs that become lists, because they are no
+        tensors.
+        """
+        value = first_listed(outputs, rows, dim, lists)
+        if value is not None and self._told.mark("lists in outputs"):
+            warn(
+                f"the module's output contains values of class {type(value).__name__}, "
+                "which are no tensors and differ between micro-batches, so you get "
+                "lists with one value per micro-batch; return a tensor in their place, "
+                "with one entry per row, or without dimensions for the mean over all "
+                "rows"
+            )
+
     def _joined(self, computed: OutputsOfReplicas, options: CallOptions) -> Any:
         """Join the outputs of all rows, on the master, with a graph."""
         outputs = computed.outputs
@@ -479,6 +498,7 @@ class Calls:
         dim = options.dim
         rows = division.rows
         lists = self._lists(computed.arguments)
+        self._tell_of_lists(outputs, rows, dim, lists)
 
         # ``merge`` does not count: a number is known by the first replica's tensor.
         tensors = nested.tensors(outputs[0])

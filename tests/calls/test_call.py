@@ -293,6 +293,28 @@ def _per_row(call, net, rows, labels):
     return torch.func.vmap(call)(rows).square().mean()
 
 
+def _first_output(call, net, rows, labels):
+    output, _ = call(rows)
+    return F.cross_entropy(output, labels)
+
+
+def _with_value(value_of):
+    """A module whose output comes with a value that is no tensor."""
+
+    def forward(self, rows):
+        output = self.net(rows)
+        return output, value_of(output.detach())
+
+    return other(forward)
+
+
+def _distribution(call, net, rows, labels):
+    output = call(rows)
+    # Of several micro-batches they are a list.
+    normals = output if isinstance(output, list) else [output]
+    return torch.cat([normal.mean for normal in normals]).square().mean()
+
+
 def _checkpointed(self, rows):
     return self.net(checkpoint(self.inner, rows, use_reentrant=True))
 
@@ -323,6 +345,21 @@ TOLD = {
     "a norm with a graph": Answer(
         other(_keeps_output_of_rows), "'norm'. The tensor does not have one"
     ),
+    "a float": Answer(
+        _with_value(lambda output: output.mean().item()), "class float", _first_output
+    ),
+    "a number of rows": Answer(_with_value(len), "class int", _first_output),
+    "an array": Answer(
+        _with_value(lambda output: output.numpy()), "class ndarray", _first_output
+    ),
+    "numbers of rows": Answer(
+        _with_value(lambda output: {"means": output.mean(1).tolist()}),
+        *("class float", _first_output),
+    ),
+    "a distribution": Answer(
+        other(lambda self, x: torch.distributions.Normal(self.net(x), 1.0)),
+        *("class Normal", _distribution),
+    ),
     "texts per row": Answer(
         other(lambda self, x, _: self.net(x)), "alone", _with_texts
     ),
@@ -351,6 +388,28 @@ def test_told_program_is_told_once(name, layout):
         program.loss(plain, plain, ROWS, LABELS).backward()
     if program.is_exact:
         assert_gradients(net, gradients(plain))
+
+
+@pytest.mark.parametrize("name", ["a float", "an array", "a number of rows"])
+def test_values_without_a_graph_are_told_once(name):
+    net = build(TOLD[name].make)
+    with ScatterOnceParallel(net, device_ids=["cpu:0", "cpu:1"]) as engine:
+        with torch.no_grad(), pytest.warns(UserWarning, match=TOLD[name].words):
+            _, values = engine(ROWS)
+        assert isinstance(values, list)
+        assert len(values) == 2
+        with warnings.catch_warnings(action="error"):
+            engine(ROWS)
+
+
+@pytest.mark.parametrize("value", [None, 0.5, "name", {"sizes": torch.Size([3])}])
+def test_same_value_of_all_micro_batches_comes_once(value):
+    net = build(_with_value(lambda output: value))
+    with (
+        ScatterOnceParallel(net, device_ids=["cpu"] * 2) as engine,
+        warnings.catch_warnings(action="error"),
+    ):
+        assert engine(ROWS)[1] == value
 
 
 def _loss_and_penalty(self, rows, labels):

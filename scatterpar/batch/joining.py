@@ -37,7 +37,7 @@ Lists = Literal["never", "if clear", "always"]
 # Whose ``==`` gives a bool.
 _COMPARABLE = (*nested.PLAIN_CLASSES, torch.Size)
 # With arrays: whose lists nobody expects.
-_LISTED = (*nested.PLAIN_CLASSES, Distribution)
+_UNEXPECTED_IN_LISTS = (*nested.PLAIN_CLASSES, Distribution)
 
 
 class Entries(enum.Enum):
@@ -242,7 +242,7 @@ def first_listed(
         if isinstance(first, Tensor):
             continue
         is_array = hasattr(type(first), "__array__")
-        is_listed = is_array or isinstance(first, _LISTED)
+        is_listed = is_array or isinstance(first, _UNEXPECTED_IN_LISTS)
         if is_listed and not _are_all_same(values):
             return first
     return None
@@ -337,6 +337,15 @@ def _join_remedy(
             "mean per class, return the values of each row from forward, and compute "
             "the output from them after the call"
         )
+    entries: set[int] = set()
+    for tensor, num_rows in zip(atoms, rows, strict=True):
+        entries.add(entries_per_row(tensor, num_rows, dim))
+    if 0 in entries and _have_rows_along(1 if dim == 0 else 0, atoms, rows):
+        return (
+            "if the rows are along another dimension, as in the state of a recurrent "
+            "layer, which has the shape (layers, rows, features) also with "
+            "batch_first=True, return state.transpose(0, 1)"
+        )
     sizes = [tensor.shape[-1:] for tensor in atoms]
     may_be_pairs = kind is Entries.OTHERS or len(set(rows)) > 1
     if may_be_pairs and sizes == [(num_rows,) for num_rows in rows]:
@@ -345,9 +354,6 @@ def _join_remedy(
             "each row in its place, and compute the matrix after the call (in training "
             "in the criterion, with whole_batch=True)"
         )
-    entries: set[int] = set()
-    for tensor, num_rows in zip(atoms, rows, strict=True):
-        entries.add(entries_per_row(tensor, num_rows, dim))
     # Texts whose micro-batches are padded each to its longest one.
     if entries == {1}:
         if names_map:
@@ -377,6 +383,14 @@ def _join_remedy(
     if names_map:
         lists += ", or from a function for engine.map"
     return f"{in_rows}. {lists}"
+
+
+def _have_rows_along(dim: int, atoms: Sequence[Tensor], rows: Sequence[int]) -> bool:
+    """Whether each tensor has as many entries along ``dim`` as its piece has rows."""
+    return all(
+        tensor.shape[dim:][:1] == (num_rows,)
+        for tensor, num_rows in zip(atoms, rows, strict=True)
+    )
 
 
 def _have_one_per_row(tensors: Sequence[Tensor], rows: Sequence[int], dim: int) -> bool:

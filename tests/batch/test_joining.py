@@ -97,6 +97,12 @@ def test_pieces_of_other_memories_compared():
             r"shape \(3, 2\) for 2 rows and \(2, 2\) for 1 row cannot .* has k entries",
         ),
         ((TWO.repeat(2, 1), ONE.repeat(2, 1)), r"2 entries.*\(rows, 2, …\)"),
+        # The states of recurrent layers: layers, rows, features.
+        (
+            (torch.ones(1, 2, 3), torch.ones(1, 1, 3)),
+            r"return state\.transpose\(0, 1\)",
+        ),
+        ((torch.ones(3, 2), torch.ones(3, 1)), r"return state\.transpose\(0, 1\)"),
         ((CODEBOOK, CODEBOOK + 1), r"\(4, 3\) for 2 rows and \(4, 3\) for 1 row"),
         (({"a": TWO}, {"b": ONE}), "mappings with different keys"),
         (

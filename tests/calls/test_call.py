@@ -455,7 +455,21 @@ def _only_selected(call, net, rows, labels):
     return call(rows).square().mean()
 
 
+def _with_state(self, rows):
+    _, state = self.cell(rows.reshape(len(rows), 2, 3))
+    return self.net(rows), state
+
+
+def _recurrent():
+    net = Other(_with_state)
+    net.cell = nn.GRU(3, 4, num_layers=2, batch_first=True)
+    return net
+
+
 REFUSED = {
+    "a recurrent layer's state": Answer(
+        _recurrent, r"return state\.transpose\(0, 1\)", _first_output
+    ),
     "a sum and a penalty": Answer(other(_loss_and_penalty), "the loss", _own_loss),
     "a layer is made": Answer(other(_creates), "creates"),
     "a parameter is written": Answer(other(_writes), "writes the parameter"),

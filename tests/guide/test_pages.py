@@ -14,6 +14,7 @@ from harness.oracle import assert_gradients, build, gradients, randint, randn
 from harness.pages import Checked, blocks, namespace, read, run, sections
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import parametrize
 
 import scatterpar
 from scatterpar import ScatterOnceParallel
@@ -119,7 +120,22 @@ def row_from_closure(names):
     engine.forward_backward(names["images"], names["labels"], criterion)
 
 
+def inputs_and_targets_in_one_tuple(names):
+    engine = ScatterOnceParallel(names["model"], 4, ["cpu"] * 2)
+    batch = (names["images"], names["labels"])
+    engine.forward_backward(batch, criterion=lambda o, t: cross_entropy(o, t))
+
+
+def step_inside_of_cached(names):
+    parametrize.register_parametrization(names["model"][0], "weight", nn.Tanh())
+    engine = ScatterOnceParallel(names["model"], 4, ["cpu"] * 2)
+    with parametrize.cached():
+        engine.forward_backward(names["images"], names["labels"], names["criterion"])
+
+
 SYMPTOMS = {
+    "does not take 2 positional arguments": inputs_and_targets_in_one_tuple,
+    "backward through the graph a second time": step_inside_of_cached,
     "modified by an inplace operation": step_before_backward,
     "requires_grad flags of leaf variables": freezes_in_forward,
     "generator=_ThreadAwareGenerator": draws_from_default_generator,

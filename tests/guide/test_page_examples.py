@@ -27,8 +27,6 @@ PAGES = {
     }
     for page in ("batches", "losses", "recipes")
 }
-# the snippets before the first heading
-PAGES["losses"][""] = blocks(read("docs/losses.md").partition("\n## ")[0], "python")
 
 IMAGES, LABELS = randn(25, 4), randint(3, 25)
 LOADER = list(zip(IMAGES.split(16), LABELS.split(16), strict=True))
@@ -38,6 +36,12 @@ LENGTHS = [3, 1, 4, 2, 5]
 SEQUENCES = [randn(n, 3, seed=n) for n in LENGTHS]
 FEW = randint(4, 5)
 MASKS = randint(3, 9, 6, 6)
+PADDED = {
+    "words": randint(6, 9, 6),
+    "padded": randint(6, 9, 6).masked_fill(
+        torch.arange(6) >= torch.arange(1, 10)[:, None], -100
+    ),
+}
 GRAPHS = [
     {"x": randn(n, 4, seed=n), "edges": randint(n, 2, 2 * n, seed=n)}
     for n in (3, 5, 2, 7, 1, 4, 6, 2, 3)
@@ -227,13 +231,11 @@ GIVEN = {
         "student": classifier,
         "teacher": lambda: nn.Linear(4, 3),
     },
-    "losses": {
+    "A mean over other terms": {
         "language_model": lambda: language(scores_of),
-        "words": randint(6, 9, 6),
-        "padded": randint(6, 9, 6).masked_fill(
-            torch.arange(6) >= torch.arange(1, 10)[:, None], -100
-        ),
+        **PADDED,
     },
+    "Two means over different terms": {"model": lambda: language(scores_of), **PADDED},
     "Generation and other work on all GPUs": {
         "model": Speaker,
         "tokenizer": Speaker(),
@@ -298,7 +300,7 @@ def follow(monkeypatch, tmp_path):
     Checked.engines.clear()
 
     def run_section(page, title, **names):
-        given = {"model": classifier, **GIVEN.get(title or page, {})}
+        given = {"model": classifier, **GIVEN.get(title, {})}
         made = {
             k for k, v in given.items() if callable(v) and not isinstance(v, nn.Module)
         }
@@ -353,7 +355,7 @@ def follow(monkeypatch, tmp_path):
 
 @pytest.mark.draws
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's
-@pytest.mark.parametrize(("page", "title"), ALL, ids=lambda text: text or "top")
+@pytest.mark.parametrize(("page", "title"), ALL)
 def test_gradients_of_section_as_plain_torch(page, title, follow, capsys):
     names = follow(page, title)
     code = "\n".join(PAGES[page][title])

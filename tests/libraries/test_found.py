@@ -1,4 +1,4 @@
-"""What ``docs/splitcheck.md`` says of releases. One that mends it is noticed here."""
+"""What ``docs/comparison.md`` says of releases. One that mends it is noticed here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::Warning"),
 ]
 
-MENDED = "is now the same: take the row out of docs/splitcheck.md, or name the version"
+MENDED = "is now the same: take the row out of docs/comparison.md, or name the version"
 
 
 def needed(name):

@@ -48,7 +48,8 @@ QUIETLY |= {"use_cpu": True, "disable_tqdm": True, "bf16": False}
 
 
 def rewards(completions, **_):
-    return [0.0] * len(completions)
+    """Another number for each completion: equal rewards would have no gradient."""
+    return [float(number) for number in range(len(completions))]
 
 
 TRL_ROWS = {
@@ -176,6 +177,17 @@ def test_prompts_in_place_of_completions_refused(rows, tmp_path):
     words = "GRPOTrainer makes its batches by itself.* pass as batch the dict"
     with pytest.raises(ValueError, match=words):
         of_trainer(make, new(llama), rows)
+
+
+def test_batch_that_a_trainer_prepares(tmp_path):
+    """The remedy on the page of splitcheck."""
+    options = {"loss_type": "grpo", "max_completion_length": 8}
+    make = partial(trl_trainer, "GRPO", tmp_path, **options)
+    trainer = make(new(llama), 1)
+    rows = next(iter(trainer.get_train_dataloader()))
+    report = of_trainer(make, new(llama), trainer._prepare_inputs(rows))
+    assert report.passed, report
+    assert report.rows == 4
 
 
 # --- sentence-transformers ---

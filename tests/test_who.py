@@ -84,6 +84,17 @@ def test_unanswered_question_has_remedy(place, words, tmp_path, monkeypatch):
         who.question_of(who.Record(tmp_path), place)
 
 
+def test_file_that_is_newer_than_the_record_is_left_out(tmp_path):
+    coverage = pytest.importorskip("coverage")
+    record = who.Record(tmp_path)
+    record.sources.mkdir()
+    (record.sources / "shelf.py").write_text(TEXT)
+    data = coverage.CoverageData(str(record.lines))
+    data.set_context("test_shelf (call)")
+    data.add_lines({str(who.PACKAGE / f"{name}.py"): [19] for name in ("shelf", "new")})
+    assert who._sizes(data, record) == {"test_shelf": 1}
+
+
 @pytest.mark.slow
 def test_record_has_threads_ranks_programs(tmp_path, monkeypatch):
     pytest.importorskip("coverage")

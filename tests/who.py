@@ -141,6 +141,8 @@ def _sizes(data, record):
     sizes = Counter()
     for file in data.measured_files():
         source = record.sources / Path(file).relative_to(PACKAGE)
+        if not source.exists():
+            continue  # it was added, or renamed, while the tests ran
         lines = lines_of_functions(source.read_text(encoding="utf-8"))
         for line, contexts in data.contexts_by_lineno(file).items():
             if line in lines:

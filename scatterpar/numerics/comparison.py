@@ -55,7 +55,10 @@ class NoTerms(SaysNothing):
 
 
 class OnlyRounding(Inconclusive):
-    """Rounding changes the gradient so much that it is nothing else."""
+    """Rounding changes the gradient so much that it is nothing else.
+
+    The losses are equal, up to rounding.
+    """
 
 
 def relative_difference(actual: LeafGradients, expected: LeafGradients) -> float:

@@ -136,7 +136,9 @@ def _difference_by_nudges(results: ComparedResults) -> float:
     """The difference that nudges make in the replica's result for all rows.
 
     It is the whole difference of the look if a nudge turns what was expected into
-    the result in parts: a ReLU at zero was open in one of them.
+    the result in parts: a ReLU at zero was open in one of them. It is zero if the
+    losses differ by more than nudges move them: rounding may move a gradient by all
+    that it is, but not its loss.
 
     Raises:
         OnlyRounding: the gradient is nothing else, as for a student that starts as
@@ -146,6 +148,7 @@ def _difference_by_nudges(results: ComparedResults) -> float:
     is_replica_right = of_replica <= results.tolerance
     runs = results.runs
     effects: list[float] = []
+    effects_on_loss: list[float] = []
     by_rounding = 0.0
     for number in range(NUM_NUDGES):
         nudge = partial(runs.nudge, number)
@@ -156,10 +159,18 @@ def _difference_by_nudges(results: ComparedResults) -> float:
             return results.difference
         # From the replica's own result: the user's may be rounded otherwise.
         effects.append(nudged.difference_from(results.of_replica))
+        effects_on_loss.append(nudged.loss_difference_from(results.of_replica))
         by_rounding = rounding_limit(effects, results.difference)
         if results.difference <= by_rounding or runs.user_code.is_late():
             break
-    if results.difference <= by_rounding and by_rounding > _NOTHING_BUT_ROUNDING:
+    if results.difference > by_rounding:
+        return by_rounding
+    of_losses = results.actual.loss_difference_from(results.expected)
+    limit_of_losses = rounding_limit(effects_on_loss, of_losses)
+    are_losses_equal = of_losses <= max(results.tolerance, limit_of_losses)
+    if not are_losses_equal:
+        return 0.0
+    if by_rounding > _NOTHING_BUT_ROUNDING:
         raise OnlyRounding("its gradient is nothing but rounding")
     return by_rounding
 

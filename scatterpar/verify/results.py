@@ -47,13 +47,19 @@ class Result:
 
         It is infinite if a number of either is NaN or infinite.
         """
+        of_losses = self.loss_difference_from(expected)
+        if of_losses == math.inf:
+            return math.inf
+        of_gradients = relative_difference(self.gradients, expected.gradients)
+        return max(of_losses, of_gradients)
+
+    def loss_difference_from(self, expected: Result) -> float:
+        """The relative difference of losses; infinite if one is NaN or infinite."""
         if not (math.isfinite(self.loss) and math.isfinite(expected.loss)):
             return math.inf
         # A loss near zero is a difference of larger terms, whose rounding it has.
         scale = max(abs(self.loss), abs(expected.loss), SMALLEST_SCALE)
-        of_losses = abs(self.loss - expected.loss) / scale
-        of_gradients = relative_difference(self.gradients, expected.gradients)
-        return max(of_losses, of_gradients)
+        return abs(self.loss - expected.loss) / scale
 
     def plus(self, other: Result) -> Result:
         """The sum of two results. The first summand of all may be ``NOTHING``."""

@@ -175,3 +175,38 @@ def test_float64_confirms_what_rows_alone_explain(monkeypatch):
     first, _, in_double, _ = verdicts
     assert first.rests_on_rows
     assert in_double.action is Action.REFUSE
+
+
+def soft_labels(output, targets):
+    return -(targets * output.log_softmax(-1)).sum()
+
+
+# A student that starts as its teacher: its gradient is nothing but rounding.
+LOSSES_OF_STUDENTS = {
+    "a mean": (lambda o, t: soft_labels(o, t) / len(o), True),
+    "a mean, and 1": (lambda o, t: 1 + soft_labels(o, t) / len(o), True),
+    "a sum": (soft_labels, False),
+    "a mean, and rows": (lambda o, t: soft_labels(o, t) / len(o) + len(o), False),
+    "NaN": (lambda o, t: soft_labels(o, t) * math.nan, True),  # no answer
+    "infinity": (lambda o, t: soft_labels(o, t) + math.inf, True),
+    "nothing": (lambda o, t: 0.0 * soft_labels(o, t), True),
+}
+
+
+@pytest.mark.parametrize("layout", [["cpu"] * 2, ["cpu:0", "cpu:1", "cpu:0"]])
+@pytest.mark.parametrize("name", LOSSES_OF_STUDENTS)
+def test_losses_beside_a_gradient_of_rounding_are_compared(name, layout):
+    loss, is_right = LOSSES_OF_STUDENTS[name]
+    with seeded(3):
+        model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5)).double()
+        rows = randn(12, 6)
+    teacher = model(rows).softmax(-1).detach()
+    with ScatterOnceParallel(model, device_ids=layout) as engine:
+        if not is_right:
+            with pytest.raises(ValueError, match="is not the mean"):
+                step(engine, loss, teacher, rows)
+            return
+        for _ in range(2):
+            found = step(engine, loss, teacher, rows)
+    expected = loss(model(rows), teacher).detach()
+    torch.testing.assert_close(found, expected, equal_nan=True)

@@ -739,8 +739,8 @@ SABOTAGES = [
         promise="exact",
         file="pair/pair.py",
         place="gather",
-        text="constants=constants",
-        replacement="constants=[]",
+        text="entries=constants",
+        replacement="entries={}",
         seen_by="test_gathered_codebook_is_one",
     ),
     Sabotage(
@@ -2247,6 +2247,15 @@ SABOTAGES = [
     ),
     # --- each question that may end in right says yes ---
     Sabotage(
+        name="a loss beside a gradient that is nothing but rounding is not compared",
+        promise="exact",
+        file="verify/look_rounding.py",
+        place="_difference_by_nudges",
+        text="if not are_losses_equal:",
+        replacement="if False:",
+        seen_by="test_loss_beside_rounded_gradient_is_compared",
+    ),
+    Sabotage(
         name="every difference of a look is within its tolerance",
         promise="exact",
         file="verify/look_rounding.py",
@@ -2349,7 +2358,7 @@ SABOTAGES = [
         name="NaN of a loss at once is no difference",
         promise="exact",
         file="verify/results.py",
-        place="Result.difference_from",
+        place="Result.loss_difference_from",
         text="math.isfinite(self.loss) and math.isfinite(expected.loss)",
         replacement="math.isfinite(self.loss)",
         seen_by="test_results_differ_by_the_larger_part",

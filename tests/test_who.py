@@ -84,7 +84,7 @@ def test_unanswered_question_has_remedy(place, words, tmp_path, monkeypatch):
         who.question_of(who.Record(tmp_path), place)
 
 
-def test_file_that_is_newer_than_the_record_is_left_out(tmp_path):
+def test_newer_file_is_left_out(tmp_path):
     coverage = pytest.importorskip("coverage")
     record = who.Record(tmp_path)
     record.sources.mkdir()

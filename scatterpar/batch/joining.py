@@ -16,7 +16,7 @@ A single piece is returned as it is.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
@@ -45,6 +45,7 @@ class Entries(enum.Enum):
 
     FIXED = "as many for any number of rows"
     OTHERS = "several per row, or pairs of rows"
+    OF_FIRST = "as those of the first piece, which is taken without a comparison"
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,6 @@ def join_rows(
     lists: Lists = "never",
     pad: float | None = None,
     names_map: bool = False,
-    constants: Collection[int] = (),
     known: KnownTensors = _NOTHING_KNOWN,
 ) -> Any:
     """Join pieces of the same nested types, each of consecutive rows, into one value.
@@ -99,9 +99,7 @@ def join_rows(
     with this value. With ``names_map`` errors name ``engine.map``, which computes no
     gradients.
 
-    ``constants`` has the positions of the tensors, among those of a piece, that are
-    known to have no rows, and are returned once whatever their size is. ``known`` says
-    more of tensors by their positions.
+    ``known`` says more of tensors by their positions among those of a piece.
 
     Any other atom is returned once if all pieces have the same, and otherwise becomes a
     list with one entry per piece. ``lists`` says whether lists that have one entry per
@@ -114,9 +112,8 @@ def join_rows(
         return pieces[0]
 
     tensors: list[Tensor] = []
-    if constants or known is not _NOTHING_KNOWN:
+    if known is not _NOTHING_KNOWN:
         tensors = nested.tensors(pieces[0])
-    ids_of_constants = {id(tensors[position]) for position in constants}
     weights_by_id: dict[int, NumberWeights] = {}
     for position, number_weights in known.numbers.items():
         weights_by_id[id(tensors[position])] = number_weights
@@ -129,7 +126,8 @@ def join_rows(
 
     def join_atoms(atoms: list[Any]) -> Any:
         first = atoms[0]
-        if id(first) in ids_of_constants:
+        kind = entries_by_id.get(id(first))
+        if kind is Entries.OF_FIRST:
             return first
         if isinstance(first, PackedSequence):
             raise ValueError(
@@ -146,7 +144,6 @@ def join_rows(
             # Numbers have no rows. Micro-batches of unequal sizes count by their rows.
             by_rows = NumberWeights(weights)
             return combined_number(atoms, weights_by_id.get(id(first), by_rows))
-        kind = entries_by_id.get(id(first))
         if pad is not None:
             atoms = _padded(atoms, dim, pad)
         if rows is not None and not _have_rows(

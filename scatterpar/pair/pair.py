@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scatterpar.batch import nested
 from scatterpar.batch.batch import batch_of
-from scatterpar.batch.joining import join_rows
+from scatterpar.batch.joining import Entries, KnownTensors, join_rows
 from scatterpar.batch.markers import count_rows
 from scatterpar.calls.call import CallOptions, Calls
 from scatterpar.calls.copies_in_graph import AutogradTransfers
@@ -531,10 +531,10 @@ def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
     (target,) = resolve([device])
     # Before they are moved: a copy has not the rows that ``note_rows`` has noted.
     rows = _rows_of(outputs, dim)
-    constants = _constants_in(outputs, dim, rows)
+    constants = dict.fromkeys(_constants_in(outputs, dim, rows), Entries.OF_FIRST)
     move = partial(to_device, device=target)
     moved = [nested.map_tensors(move, output) for output in outputs]
-    return join_rows(moved, dim, rows, constants=constants)
+    return join_rows(moved, dim, rows, known=KnownTensors(entries=constants))
 
 
 def _columns(outputs: Sequence[Any]) -> list[tuple[Tensor, ...]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.batch.batch import Batch
-from scatterpar.batch.classes import copy_of, like
+from scatterpar.batch.classes import like
 from scatterpar.batch.markers import Marker
 from scatterpar.devices.coalescing import iter_copies
 from scatterpar.devices.transfers import Prefetcher, Transfers
@@ -173,24 +173,14 @@ def rows_on_device(transfers: Transfers, device: torch.device, leaf: Any) -> Any
     return like(leaf, transfers.copy(leaf, device, "scatter"))
 
 
-def copied_together(
-    transfers: Transfers,
-    device: torch.device,
-    contents: Any,
-    *,
-    copies_all: bool = False,
-) -> Any:
-    """``contents`` on ``device``; small host tensors of one dtype share a copy.
-
-    With ``copies_all``, tensors that are there already are copied, too.
-    """
+def copied_together(transfers: Transfers, device: torch.device, contents: Any) -> Any:
+    """``contents`` on ``device``; small host tensors of one dtype share a copy."""
     arrived: dict[int, Tensor] = {}  # by id of the source
     small: dict[int, Tensor] = {}
     for tensor in nested.tensors(contents):
         if tensor.device == device:
-            if copies_all:
-                arrived[id(tensor)] = copy_of(tensor)
-        elif _is_small(tensor):
+            continue
+        if _is_small(tensor):
             small[id(tensor)] = tensor
         elif id(tensor) not in arrived:
             copy = transfers.copy(tensor, device, "scatter")

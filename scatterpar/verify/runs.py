@@ -24,7 +24,13 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.batch.batch import Batch
-from scatterpar.batch.joining import join_rows, lists_by_place, tensors_by_place
+from scatterpar.batch.joining import (
+    Entries,
+    KnownTensors,
+    join_rows,
+    lists_by_place,
+    tensors_by_place,
+)
 from scatterpar.devices.copies import to_numbers
 from scatterpar.numerics.constant_numbers import ConstantNumbers
 from scatterpar.numerics.nudges import nudged
@@ -340,6 +346,7 @@ class Runs:
             id(tensor): position
             for position, tensor in enumerate(nested.tensors(outputs[0]))
         }
+        entries = {positions[id(tensor)]: Entries.OF_FIRST for tensor in constants}
         # By the sizes of these parts, not of the step's, which join in the same way.
         return join_rows(
             outputs,
@@ -347,7 +354,7 @@ class Runs:
             sizes,
             sizes,
             lists=lists,
-            constants=[positions[id(tensor)] for tensor in constants],
+            known=KnownTensors(entries=entries),
         )
 
     def _note_without_rows(self, tensor: Tensor) -> None:

@@ -195,7 +195,7 @@ LOSSES_OF_STUDENTS = {
 
 @pytest.mark.parametrize("layout", [["cpu"] * 2, ["cpu:0", "cpu:1", "cpu:0"]])
 @pytest.mark.parametrize("name", LOSSES_OF_STUDENTS)
-def test_losses_beside_a_gradient_of_rounding_are_compared(name, layout):
+def test_loss_beside_rounded_gradient_is_compared(name, layout):
     loss, is_right = LOSSES_OF_STUDENTS[name]
     with seeded(3):
         model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5)).double()

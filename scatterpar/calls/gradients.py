@@ -541,8 +541,9 @@ class CallGradients:
             warn(
                 "an optimizer steps while gradients wait at the replicas, because the "
                 "last backward pass was inside of no_sync(). The engine adds these "
-                "gradients now. Clipping and unscaling before this step worked without "
-                "them; make the last backward pass before a step outside of no_sync()"
+                "gradients now. Clipping and unscaling before this step did not "
+                "include these gradients; make the last backward pass before a step "
+                "outside of no_sync()"
             )
 
     def _waiting_of(self, optimizer: Optimizer) -> set[int]:
@@ -754,9 +755,10 @@ class CallGradients:
             warn(
                 "hooks on parameters run more than once, each time with a part of the "
                 "gradient; if a reentrant checkpoint uses the parameter, write "
-                "checkpoint(…, use_reentrant=False). If a loss inside of no_sync() "
-                "uses a parameter that has a hook, use this parameter also in the next "
-                "loss outside of no_sync()"
+                "checkpoint(…, use_reentrant=False). If the parameter has a gradient "
+                "from a loss inside of no_sync(), and the next loss outside of "
+                "no_sync() does not use the parameter, the engine adds this gradient "
+                "separately: let that loss use the parameter, too"
             )
 
     def _nothing(self) -> ByReplica:

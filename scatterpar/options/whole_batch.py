@@ -475,8 +475,9 @@ class WholeBatch:
         if not self._foreign.isdisjoint(map(id, hidden)):
             raise TypeError(
                 "the loss uses tensors of the module that are not among the outputs: "
-                "they are in an object that forward returns, or a hook keeps them; "
-                "return these tensors from forward, in a tuple, dict or dataclass"
+                "they are attributes of an object that forward returns, or a hook "
+                "keeps them; return these tensors from forward, in a tuple, dict or "
+                "dataclass"
             )
         if self._ranks is None:
             return hidden
@@ -485,9 +486,10 @@ class WholeBatch:
                 raise ValueError(
                     f"the criterion uses a parameter of shape {tuple(leaf.shape)} that "
                     f"the engine does not find, so that ranks cannot share its "
-                    f"gradient; give the criterion the module of this parameter as an "
-                    f"argument net, and bind it with functools.partial(criterion, "
-                    f"net=net), or make the criterion an nn.Module that has this module"
+                    f"gradient; give the criterion an argument net for the module that "
+                    f"has this parameter, and bind it: functools.partial(criterion, "
+                    f"net=net). Or make the criterion an nn.Module, with this module "
+                    f"as a child"
                 )
         return []  # the criterion itself made them, as for a gradient penalty
 
@@ -550,7 +552,8 @@ def _agree(second: Tensor, first: Tensor) -> Tensor:
 
 
 _REMEDIES = (
-    "if forward draws the random numbers of Python or NumPy, draw torch's. If it reads "
-    "a counter outside of the module, keep the counter in the module. Or use one "
-    "sub-step per replica, with which forward runs once. Nothing was changed"
+    "if forward draws random numbers of Python or NumPy, use torch's random functions "
+    "instead. If forward reads a counter outside of the module, keep the counter in "
+    "the module. Or use one sub-step per replica, with which forward runs once. "
+    "Nothing was changed"
 )

@@ -471,9 +471,9 @@ class DataParallelCriterion(_OfPair[Criterion]):
                 raise ValueError(
                     f"output {share.replica} of shape {' and '.join(shapes)} has "
                     f"{sizes[0]} entries along dim={self.dim}, but its share of the "
-                    f"targets has {share.rows} rows; if they are of two batches, pass "
-                    "outputs and targets of one batch. If forward returns k entries "
-                    "per row, return output.reshape(rows, k, …). If it returns "
+                    f"targets has {share.rows} rows; if outputs and targets are of two "
+                    "batches, pass both of one batch. If forward returns k entries "
+                    "per row, return output.reshape(rows, k, …). If forward returns "
                     "torch.cat([a, b]), return torch.stack([a, b], 1) in its place. If "
                     "the rows are in dimension 1, return output.transpose(0, 1), and "
                     "transpose it back in the criterion. Otherwise, train with "
@@ -565,8 +565,8 @@ def _rows_of(outputs: Sequence[Any], dim: int) -> list[int]:
         raise ValueError(
             f"{len(outputs)} numbers cannot be averaged, because it is unknown how "
             "many rows each number stands for; gather the outputs first, and compute "
-            "the number from all of them. Or gather tuples (number, output): each "
-            "number is then weighted by the rows of its output"
+            "the number from all of them. Or pass tuples (number, output) to gather, "
+            "one per device: each number is then weighted by the rows of its output"
         )
     return [1] * len(outputs)
 

@@ -96,7 +96,7 @@ def _use_made(trainer: Any, parts: Sequence[Any]) -> None:
             raise ValueError(
                 f"{type(trainer).__name__} makes its batches by itself, differently "
                 f"for each split; pass as batch the dict that the trainer's "
-                f"_prepare_inputs returns, with the keys {', '.join(keys)}"
+                f"_prepare_inputs returns. It has the keys {', '.join(keys)}"
             )
     trainer._prepare_inputs = lambda inputs: inputs
 

@@ -107,10 +107,11 @@ def not_replicated(
     name = name or f"a parameter of shape {tuple(leaf.shape)}"
     return ValueError(
         f"a gradient arrives at {name}, of which replicas have no copy; to train this "
-        "parameter, give the criterion its network as an argument net, and bind this "
-        "argument with functools.partial(criterion, net=net), or make the criterion an "
-        "nn.Module that has the network. If you do not want to train it, call "
-        "net.requires_grad_(False). If the criterion adds a penalty on parameters, "
+        "parameter, give the criterion an argument net for the network that has the "
+        "parameter, and bind it: functools.partial(criterion, net=net). Or make the "
+        "criterion an nn.Module, with this network as a child. If you do not want to "
+        "train it, call net.requires_grad_(False). If the criterion adds a penalty on "
+        "parameters, "
         "such as weight decay, add the penalty outside of the criterion: "
         "(engine.loss(…) + penalty(model)).backward(). Nothing was changed"
     )

@@ -135,9 +135,10 @@ def require_same_names(first: Mapping[str, Any], later: Mapping[str, Any]) -> No
     """Raise ``ValueError`` if rows have other numbers than other rows."""
     if first.keys() != later.keys():
         raise ValueError(
-            f"the criterion returned (loss, numbers) with the names {_listed(first)} "
-            f"for some rows, and {_listed(later)} for others; return the same names "
-            "for all rows, with the number 0.0 if there is nothing to log"
+            f"the criterion returned (loss, numbers), and the dict numbers has the "
+            f"keys {_listed(first)} for some rows, and {_listed(later)} for others; "
+            "return the same keys for all rows, with the value 0.0 if there is nothing "
+            "to log"
         )
 
 

@@ -183,8 +183,9 @@ def require_trainable(module: Any) -> None:
     """Raise an error if no gradient can be computed: none is enabled, or required."""
     if not torch.is_grad_enabled():
         raise RuntimeError(
-            "a step under torch.no_grad() or inference_mode() has no gradient; leave "
-            "this mode for the step, or call engine.loss(…) if you need the loss only"
+            "a step under torch.no_grad() or inference_mode() has no gradient; make "
+            "the step outside of this mode, or call engine.loss(…) if you need the "
+            "loss only"
         )
     if not isinstance(module, nn.Module):
         return

@@ -176,8 +176,8 @@ def refused_injection(name: str, size: str = "") -> Verdict:
     return _refused(
         f"an autograd.Function or a hook of {name} adds a gradient that is not the "
         f"gradient of the loss{size}.",
-        "If an auxiliary loss has this gradient, such as the balance loss of a router, "
-        "return the inputs of the auxiliary loss from forward, and add the auxiliary "
+        "If it is the gradient of an auxiliary loss (such as the balance loss of a "
+        "router), return the inputs of the auxiliary loss from forward, and add this "
         "loss in the criterion. Otherwise, add the gradient to .grad after the "
         "backward pass.",
         "Such a gradient is added in full by each part of the batch, however few rows "
@@ -218,7 +218,8 @@ def taken_for_rows(shape: Sequence[int] | int, dim: int) -> Verdict:
         f"dimension {dim} of an output of shape {tuple(shape)} is not the batch "
         f"dimension. Its size is the size of a micro-batch by coincidence: the outputs "
         f"of all micro-batches would be concatenated along it.",
-        f"Return output.unsqueeze({dim}), or pass another accum=.",
+        f"Return output.unsqueeze({dim}): its size along dimension {dim} is 1. Or pass "
+        f"another accum=.",
     )
 
 
@@ -312,10 +313,10 @@ def _module_compares_rows(results: LookResults, finding: Finding) -> Verdict:
         f"outputs for {results.num_rows} rows are {_size_of(finding.difference)}.",
         "If rows are padded, mask the padding. If a layer, such as an LSTM, expects "
         "rows in dimension 1, pass batch_first=True to the layer. If all tensors of "
-        "the batch have their rows there, pass dim=1 to the engine. If the batch "
-        "has a value without rows, pass Replicated(value). If it has a list with one "
-        "entry per row, pass Rows(list). If the module compares rows with each other, "
-        "do that in the criterion, with whole_batch=True.",
+        "the batch have their rows in dimension 1, pass dim=1 to the engine. If the "
+        "batch has a value without rows, pass Replicated(value). If the batch has a "
+        "list with one entry per row, pass Rows(list). If the module compares rows "
+        "with each other, do that in the criterion, with whole_batch=True.",
         "A batch normalisation of your own has such differences.",
     )
     return replace(verdict, compares_rows=True)
@@ -375,8 +376,8 @@ def remedy_of_compared_rows(results: LookResults) -> str:
         )
     if uses_number(results):  # which whole_batch=True alone would refuse
         return (
-            "pass whole_batch=True, and compute the number that forward returns in "
-            "the criterion instead, from outputs with one entry per row"
+            "pass whole_batch=True, return outputs with one entry per row from forward "
+            "in place of the number, and compute the number in the criterion"
         )
     return "pass whole_batch=True"
 

@@ -506,7 +506,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
     **{
         f"a number that forward computes{', whole_batch' * whole}, looked at": (
             case_of(net(with_balance), criterion=balanced, whole_batch=whole),
-            "(your loss of.*forward returns in the|returns a number.*the number in the) criterion",
+            "(your loss of|returns a number).*the number in the criterion",
         )
         for whole in (False, True)
     },

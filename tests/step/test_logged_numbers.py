@@ -165,7 +165,7 @@ def with_named_by_number(logits, labels):
         (with_number(torch.tensor(1j)), ValueError, "it must be real"),
         (with_number("high"), TypeError, "'x' is a str"),
         (with_named_by_number, TypeError, "the name 3, a int"),
-        (with_names_by_rows, ValueError, "return the same names for all rows"),
+        (with_names_by_rows, ValueError, "return the same keys for all rows"),
     ],
 )
 def test_what_is_no_number_refused(criterion, error, words):

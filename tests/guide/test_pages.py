@@ -239,6 +239,10 @@ def test_pair_gives_whole_batch_gradient():
     run(PAIR[1], names)
     right = plain["net"](plain["images"]).argmax(1) == plain["labels"]
     assert names["right"] == right.sum()
+    run(PAIR[2], names)
+    outputs = plain["net"](plain["images"])
+    assert torch.allclose(names["output"], outputs)
+    assert torch.allclose(names["loss"], outputs.logsumexp(1).mean())
 
 
 def test_shown_plan_is_the_engines():

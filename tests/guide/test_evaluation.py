@@ -16,7 +16,6 @@ from scatterpar import ScatterOnceParallel
 SECTIONS = sections("docs/recipes.md")
 (CLASSIFIER,) = blocks(SECTIONS["Evaluate"], "python")
 (LANGUAGE,) = blocks(SECTIONS["Perplexity of a language model"], "python")
-(RETRIEVAL,) = blocks(SECTIONS["Recall of a retrieval model"], "python")
 (MEMORY,) = blocks(SECTIONS["Memory of an evaluation"], "python")
 ROWS, FEATURES, CLASSES, LENGTH = 27, 4, 3, 6
 
@@ -65,21 +64,6 @@ def test_language_model_as_plain_torch(devices, capsys):
     with torch.no_grad():
         loss = criterion(model.eval()(words), labels).item()
     assert found == [pytest.approx(math.exp(loss), abs=1e-3)]
-
-
-def test_retrieval_model_as_plain_torch(devices, capsys):
-    model = build(lambda: nn.Linear(FEATURES, 5))
-    queries = randn(ROWS, FEATURES)
-    documents = queries + randn(ROWS, FEATURES, seed=5)
-    found = printed(
-        RETRIEVAL, model, in_batches(queries, documents), None, devices, capsys
-    )
-    with torch.no_grad():
-        scores = model(queries) @ model(documents).T
-    ranks = (scores > scores.diagonal()[:, None]).sum(1)
-    recall = (ranks < 5).double().mean().item()
-    assert 0.2 < recall < 1
-    assert found == [pytest.approx(100 * recall, abs=0.01)]
 
 
 class Captioner(nn.Linear):

@@ -221,12 +221,11 @@ GIVEN = {
         "second": randn(9, 4, seed=1),
         "labels": torch.arange(9) % 3,
     },
-    "A language model on a stream of text": {
-        "net": lambda: nn.Sequential(nn.Embedding(9, 6), nn.Tanh(), nn.Linear(6, 9)),
-        "text": randint(9, 200),
-        "LENGTH": 7,
+    "Graphs": {
+        "graphs": GRAPHS,
+        "labels": randint(3, 9),
+        "labels_of_nodes": [randint(3, len(graph["x"])) for graph in GRAPHS],
     },
-    "Graphs": {"graphs": GRAPHS, "labels": randint(3, 9)},
     "A teacher, and perceptual losses": {
         "student": classifier,
         "teacher": lambda: nn.Linear(4, 3),
@@ -278,7 +277,6 @@ OWN = {
     # in test_evaluation.py
     "Evaluate",
     "Perplexity of a language model",
-    "Recall of a retrieval model",
     "Memory of an evaluation",
 }
 COMPILED = "Compiled models"  # torch's compiler takes a second

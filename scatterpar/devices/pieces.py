@@ -30,9 +30,15 @@ BYTES_PER_DEVICE = 2**23
 # Messages whose memory the buffers of a device take together. The bound that the page
 # on memory states.
 MESSAGES_IN_BUFFERS = 2
-_ALIGNMENT = 512  # bytes, of CUDA's allocations
-# So that each piece begins where kernels can read several elements at once.
+# Elements of a piece are a multiple of this, unless it is a list's last one: it begins
+# where kernels can read several elements at once.
 _ELEMENTS = 16
+# Bytes that kernels read at once. Not more: such pieces fill their buffers, so that
+# several can be unpacked together.
+_ALIGNMENT = 16
+# A piece has at least this part of ``BYTES_PER_DEVICE``: 64 KiB, which take a link less
+# time than the host takes to launch the copy.
+_SMALLEST_PART = 128
 _Key = TypeVar("_Key", bound=Hashable)
 _DTYPE = attrgetter("dtype")
 
@@ -89,9 +95,14 @@ class Piece(Generic[_Key]):
 
     def unpack(self, packed: Tensor, parts: list[Tensor]) -> None:
         """Copy what was packed to the parts, in the same memory."""
-        # Not a view per part, which would take the host longer than the copy.
-        torch.split_with_sizes_copy(packed, self.sizes, out=parts)
-        increment_version(parts)  # which ``out=`` does not
+        unpack(packed, self.sizes, parts)
+
+
+def unpack(packed: Tensor, sizes: list[int], parts: list[Tensor]) -> None:
+    """Copy consecutive elements to parts of these sizes, in the same memory."""
+    # Not a view per part, which would take the host longer than the copy.
+    torch.split_with_sizes_copy(packed, sizes, out=parts)
+    increment_version(parts)  # which ``out=`` does not
 
 
 def flat_view(tensor: Tensor) -> Tensor | None:
@@ -123,22 +134,26 @@ def cut_into_pieces(
 ) -> Sequence[Piece[_Key]]:
     """Cut 1-D tensors into pieces of about ``max_bytes`` at most, the largest first.
 
-    There are about as many as devices except the first, or more if they are large. More
-    would be more launches, which cost more than links save. Large tensors are not
-    packed: each is cut alone.
+    There are about as many as devices except the first, or more if they are large, or
+    fewer if these would be tiny. More would be more launches, which cost more than
+    links save. Large tensors are not packed: each is cut alone.
     """
     tensors = flat.values()
     sizes = tuple(
         zip(flat, map(_DTYPE, tensors), map(Tensor.numel, tensors), strict=True)
     )
     # Each step has the same ones. No tensor is kept alive.
-    pieces: Sequence[Piece[_Key]] = _cut(sizes, devices, max_bytes)
+    least = min(max_bytes, BYTES_PER_DEVICE // _SMALLEST_PART)
+    pieces: Sequence[Piece[_Key]] = _cut(sizes, devices, least, max_bytes)
     return pieces
 
 
 @functools.lru_cache(maxsize=64)
 def _cut(
-    sizes: Sequence[tuple[Any, torch.dtype, int]], devices: int, max_bytes: int
+    sizes: Sequence[tuple[Any, torch.dtype, int]],
+    devices: int,
+    least_bytes: int,
+    max_bytes: int,
 ) -> Sequence[Piece[Any]]:
     """Cut tensors of which key, dtype and number of elements are known."""
     by_dtype: defaultdict[torch.dtype, dict[Any, int]] = defaultdict(dict)
@@ -148,6 +163,7 @@ def _cut(
     for dtype, of_dtype in by_dtype.items():
         most = max(_ELEMENTS, max_bytes // dtype.itemsize)
         wanted = -(-sum(of_dtype.values()) // (devices - 1))
+        wanted = max(wanted, least_bytes // dtype.itemsize)
         elements = _ceil_to(_ELEMENTS, min(wanted, most))
         small: dict[Any, int] = {}
         for key, size in of_dtype.items():

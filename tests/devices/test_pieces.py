@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from scatterpar.devices import pieces
 from scatterpar.devices.pieces import (
     BYTES_PER_DEVICE,
     Piece,
@@ -17,11 +18,18 @@ from scatterpar.devices.pieces import (
 pytestmark = pytest.mark.core
 
 
+@pytest.fixture
+def small(monkeypatch):
+    """Pieces of any size are worth a copy."""
+    monkeypatch.setattr(pieces, "BYTES_PER_DEVICE", 1)
+
+
 def parts_of(sizes, devices, max_bytes=2**26, dtype=torch.float32):
     flat = {key: torch.zeros(size, dtype=dtype) for key, size in sizes.items()}
     return [list(piece.parts) for piece in cut_into_pieces(flat, devices, max_bytes)]
 
 
+@pytest.mark.usefixtures("small")
 def test_large_tensors_are_cut_and_small_ones_packed():
     """128 elements for four devices: four pieces of 32."""
     sizes = {"a": 10, "weight": 70, "b": 10, "c": 10, "d": 28}
@@ -47,10 +55,22 @@ def test_small_tensors_fill_pieces():
     ]
 
 
+def test_tiny_pieces_are_one():
+    """The host would launch copies for longer than a link takes: 64 KiB at least."""
+    assert parts_of(dict.fromkeys(range(3), 40), 5) == [[(i, 0, 40) for i in range(3)]]
+    sizes = {0: 2**14, 1: 2**12, 2: 2**12, 3: 2**14}
+    assert parts_of(sizes, 5) == [
+        [(0, 0, 2**14)],
+        [(3, 0, 2**14)],
+        [(1, 0, 2**12), (2, 0, 2**12)],
+    ]
+
+
+@pytest.mark.usefixtures("small")
 def test_parts_of_tensors_are_cut():
     flat = {key: torch.zeros(6) for key in range(5)}
-    pieces = cut_into_pieces(flat, 3, 64)
-    assert [piece.cut for piece in pieces] == [[2], [0]]
+    cut = cut_into_pieces(flat, 3, 64)
+    assert [piece.cut for piece in cut] == [[2], [0]]
 
 
 def test_dtypes_are_apart():
@@ -59,13 +79,13 @@ def test_dtypes_are_apart():
         "b": torch.zeros(4, dtype=torch.complex64),
         "c": torch.zeros(5, dtype=torch.float64),
     }
-    pieces = cut_into_pieces(flat, 3, 2**26)
-    assert [piece.dtype for piece in pieces] == [torch.float64, torch.complex64]
-    assert [piece.parts for piece in pieces] == [
+    cut = cut_into_pieces(flat, 3, 2**26)
+    assert [piece.dtype for piece in cut] == [torch.float64, torch.complex64]
+    assert [piece.parts for piece in cut] == [
         [("a", 0, 3), ("c", 0, 5)],
         [("b", 0, 4)],
     ]
-    assert [piece.nbytes for piece in pieces] == [64, 32]
+    assert [piece.nbytes for piece in cut] == [64, 32]
 
 
 def test_parts_are_views_in_order():

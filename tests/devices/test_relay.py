@@ -6,12 +6,18 @@ import pytest
 import torch
 from harness.oracle import randn
 
-from scatterpar.devices import coalescing
+from scatterpar.devices import coalescing, pieces
 from scatterpar.devices.relay import Relay
 from scatterpar.devices.transfers import Transfers
 
 pytestmark = [pytest.mark.core, pytest.mark.draws]
 SIZES = (40, 3, 700, 1, 90)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Pieces of any size are worth a copy."""
+    monkeypatch.setattr(pieces, "BYTES_PER_DEVICE", 1)
 
 
 def lists(devices):
@@ -56,3 +62,39 @@ def test_each_device_sends_to_its_neighbour(monkeypatch):
     assert torch.equal(memory, memory[:1].expand(4, -1))
     hops = [(source // 128, target // 128) for source, target in sent]
     assert sorted(set(hops)) == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_packed_pieces_unpacked_together(monkeypatch):
+    """In one call per receiver and dtype, not in one per piece."""
+    calls = []
+    split = torch.split_with_sizes_copy
+
+    def counted(packed, sizes, *, out):
+        calls.append((packed.dtype, len(sizes)))
+        split(packed, sizes, out=out)
+
+    monkeypatch.setattr(torch, "split_with_sizes_copy", counted)
+    first = {i: randn(20, seed=i).float() for i in range(40)}
+    first |= {40 + i: torch.arange(5) + i for i in range(20)}
+    flat = [first] + [
+        {key: torch.full_like(tensor, 7) for key, tensor in first.items()}
+        for _ in range(3)
+    ]
+    names = [torch.device("cpu", number) for number in range(4)]
+    relay = Relay(flat, names)
+    versions = [tensor._version for tensor in flat[3].values()]
+    for _ in range(2):
+        first[3] += 1
+        relay.send(Transfers(), "replicate")
+        for other in flat[1:]:
+            assert all(torch.equal(other[key], first[key]) for key in first)
+    # 800 and 100 elements, in three pieces each, of which two parts are cut.
+    assert len(calls) == 2 * 3 * 2
+    assert {dtype for dtype, _ in calls} == {torch.float32, torch.int64}
+    assert {num_parts for dtype, num_parts in calls if dtype == torch.float32} == {42}
+    assert all(
+        now > before
+        for now, before in zip(
+            (tensor._version for tensor in flat[3].values()), versions, strict=True
+        )
+    )

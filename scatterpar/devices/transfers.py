@@ -112,6 +112,8 @@ class Prefetcher(Transfers):
     ) -> None:
         super().__init__()
         self._requested: list[tuple[Tensor, Tensor]] = []  # sources and their targets
+        # What the next group waits for; ``None`` for all that is launched by then.
+        self._after: torch.Event | None = None
         # By number of the group: an event that completes with it, and its targets. If
         # they were freed earlier, copies would write freed memory.
         self._groups: dict[int, tuple[torch.Event, list[Tensor]]] = {}
@@ -164,16 +166,30 @@ class Prefetcher(Transfers):
         self._requested.append((tensor, target))
         return target
 
+    def hold(self) -> None:
+        """Let the next group not wait for what the computing stream gets from now on.
+
+        All its copies are requested, so their targets are allocated.
+        """
+        if self._stream is not None and self._requested:
+            computing = torch.accelerator.current_stream(self._device)
+            self._after = computing.record_event()
+
     def issue(self, number: int) -> None:
         """Issue the copies requested since the last call, as group ``number``."""
         if self._stream is None or not self._requested:
             return
         requested = self._requested
         self._requested = []
+        after = self._after
+        self._after = None
         with self._lock, contextlib.ExitStack() as current:
-            computing = torch.accelerator.current_stream(self._device)
             # Work that was launched there may still read the memory of the targets.
-            self._stream.wait_stream(computing)
+            if after is None:
+                computing = torch.accelerator.current_stream(self._device)
+                self._stream.wait_stream(computing)
+            else:
+                self._stream.wait_event(after)
             for stream in (*self._senders.values(), self._stream):
                 current.enter_context(stream)
             is_staged = False

@@ -103,10 +103,13 @@ class ShareLoader:
                 break
         return batch.select(range(start - batch.first_row, stop - batch.first_row))
 
-    def load(self, sub_step: int, *, retain: bool = False) -> tuple[Any, Any]:
+    def load(
+        self, sub_step: int, *, retain: bool = False, holds_next: bool = False
+    ) -> tuple[Any, Any]:
         """Load the inputs and targets of one micro-batch; start to copy the next ones.
 
-        With ``retain`` the rows stay on the device for a later call.
+        With ``retain`` the rows stay on the device for a later call. With
+        ``holds_next``, the copies of the next rows start in ``issue_next``.
         """
         if self.ahead is None:
             # A copy: these rows are the caller's tensors, which are never written.
@@ -115,18 +118,31 @@ class ShareLoader:
         # copies, and the sub-step must not wait for both.
         self._issue(sub_step, self.ahead)
         self.ahead.wait_on_stream(sub_step)
-        self._issue(sub_step + 1, self.ahead)
+        if not holds_next:
+            self._issue(sub_step + 1, self.ahead)
+        elif self._request(sub_step + 1, self.ahead):
+            self.ahead.hold()
         if retain:
             return self.arrived[sub_step].unwrapped(copy=True)
         return self.arrived.pop(sub_step).unwrapped(copy=self.copies)
 
+    def issue_next(self, sub_step: int) -> None:
+        """Start to copy the rows of the next micro-batch, after ``holds_next``."""
+        if self.ahead is not None:
+            self.ahead.issue(sub_step + 1)
+
     def _issue(self, sub_step: int, ahead: Prefetcher) -> None:
         """Start to copy the rows of a micro-batch, unless they have been copied."""
+        if self._request(sub_step, ahead):
+            ahead.issue(sub_step)
+
+    def _request(self, sub_step: int, ahead: Prefetcher) -> bool:
+        """Request the rows of a micro-batch. Returns whether there are rows to copy."""
         if sub_step in self.arrived or sub_step >= len(self.share.micro_batches):
-            return
+            return False
         move = partial(rows_on_device, ahead, self.share.device)
         self.arrived[sub_step] = self.at_source(sub_step).map_rows(move)
-        ahead.issue(sub_step)
+        return True
 
 
 class Values:

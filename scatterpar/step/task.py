@@ -76,10 +76,12 @@ class ReplicaTask:
         for replica in self.replicas:
             replica.restore()
 
-    def rows_of(self, sub_step: int, *, retain: bool = False) -> Any:
+    def rows_of(
+        self, sub_step: int, *, retain: bool = False, holds_next: bool = False
+    ) -> Any:
         """The rows of one micro-batch, as by ``ShareLoader.load``."""
         with self.span("arrival", sub_step):
-            return self.loader.load(sub_step, retain=retain)
+            return self.loader.load(sub_step, retain=retain, holds_next=holds_next)
 
     def output_of(self, inputs: Any) -> Any:
         """The module's output for the inputs of one micro-batch."""

@@ -196,6 +196,35 @@ def test_gradients_readable_during_next_replay(is_one):
         torch.cuda.synchronize(0)
 
 
+def test_next_rows_copied_behind_the_first_replay():
+    """The card has nothing to do before it. Yet the rows arrive while it computes."""
+    model = network()
+    inputs, targets = (tensor.cpu().pin_memory() for tensor in batch())
+    with ScatterOnceParallel(model, 8, [0], graphs=True, verify=False) as engine:
+
+        def step():
+            engine.forward_backward(inputs, targets, LOSS)
+
+        step()
+        step()
+        assert engine.last_step.graphs == "7 of 8 sub-steps replayed"
+        records = traced(step)
+    kinds = [record.kind for record in records]
+    launch = kinds.index("graph_launch")
+    assert kinds[:launch].count("copy_in") == 2  # inputs and targets of sub-step 0
+    copy = kinds.index("copy_in", launch)
+    waits_of_copy = [
+        record.address
+        for record in records[launch:copy]
+        if (record.kind, record.stream) == ("event_wait", records[copy].stream)
+    ]
+    recorded = {r.address for r in records[:launch] if r.kind == "event_record"}
+    since = {r.address for r in records[launch:copy] if r.kind == "event_record"}
+    assert waits_of_copy
+    assert recorded.issuperset(waits_of_copy)
+    assert since.isdisjoint(waits_of_copy)
+
+
 def waits(m, x):
     """Waits for the card in the forward pass, which no graph can, and no tape sees."""
     torch.cuda.synchronize(0)

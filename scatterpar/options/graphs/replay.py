@@ -414,7 +414,7 @@ class GraphedSubsteps(Substeps):
         if loader.ahead is None:
             rows = loader.at_source(number).unwrapped()
         else:
-            rows = self._task.rows_of(number)
+            rows = self._task.rows_of(number, holds_next=True)
         assert graph.factor is not None
         assert graph.replay is not None
         # Copies: the next rows arrive while the graph reads these.
@@ -423,6 +423,8 @@ class GraphedSubsteps(Substeps):
         graph.factor.fill_(weight * self._request.scale)
         with self._task.span("replay", number):
             graph.replay()
+        # After the launch: a device without work does not wait for it.
+        loader.issue_next(number)
         self._plan.step.count_replay()
         # The next replay writes the static tensors.
         loss = graph.loss.clone()

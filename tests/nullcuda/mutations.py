@@ -88,6 +88,10 @@ copies do not wait for what reads the memory that they write
 -self._stream.wait_stream(computing)
 test_steps_run_on_users_streams
 
+copies behind a replay do not wait for what was launched before it
+-self._stream.wait_event(after)
+test_next_rows_copied_behind_the_first_replay: AssertionError
+
 copies do not wait for the rows that another card computes
 -sender.wait_stream(torch.accelerator.current_stream(source))
 test_batch_being_computed_is_waited_for

@@ -76,7 +76,7 @@ class Relay(Generic[_Key]):
 
 
 @dataclass
-class _Run:
+class _PackedRun:
     """Packed pieces of one dtype that lie in the buffers without a gap.
 
     Attributes:
@@ -125,7 +125,7 @@ class _Layout(Generic[_Key]):
         self.starts = [0, *accumulate(sizes)]
         self.num_bytes = self.starts.pop()
         self.num_pieces = len(packed)
-        self.rounds: list[list[_Run]] = []
+        self.rounds: list[list[_PackedRun]] = []
         for number, (piece, parts) in enumerate(packed):
             buffer = number % count
             if not buffer:
@@ -138,7 +138,7 @@ class _Layout(Generic[_Key]):
         """Add a piece to the last run, or begin one."""
         runs = self.rounds[-1]
         if not runs or (runs[-1].dtype, runs[-1].stop) != (piece.dtype, start):
-            runs.append(_Run(piece.dtype, start, start, [], [[] for _ in parts]))
+            runs.append(_PackedRun(piece.dtype, start, start, [], [[] for _ in parts]))
         run = runs[-1]
         run.stop = start + piece.nbytes
         run.sizes += piece.sizes
@@ -195,7 +195,7 @@ class _PieceBuffers(Generic[_Key]):
         if is_last or number == len(layout.starts) - 1:
             self._unpack(layout.rounds[turn], lanes)
 
-    def _unpack(self, runs: Sequence[_Run], lanes: Lanes) -> None:
+    def _unpack(self, runs: Sequence[_PackedRun], lanes: Lanes) -> None:
         """Copy the pieces of a round to the tensors of the receivers."""
         for receiver in range(1, len(self._devices)):
             lanes.use_arriving(self._devices[receiver])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy
 import pytest
 import torch
+from harness.oracle import build, randn
 from torch import nn
 
+from scatterpar import ScatterOnceParallel
 from scatterpar.devices import pieces
 from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.broadcast import Broadcast
@@ -246,3 +248,26 @@ def test_relay_of_other_tensors_is_another(broadcast, module, monkeypatch):
             change(module)
         sent(broadcast)
         assert_everywhere(broadcast, module)
+
+
+@pytest.mark.parametrize("has_statistics", [True, False])
+def test_running_statistics_are_rarely_compared(has_statistics, monkeypatch):
+    """They differ in each step, and the host would wait for an answer that it knows."""
+    steps: list[int] = []
+    fingerprints = Broadcast._fingerprints
+
+    def counted(broadcast, *arguments):
+        steps.append(step)
+        return fingerprints(broadcast, *arguments)
+
+    monkeypatch.setattr(Broadcast, "_fingerprints", counted)
+    norm = nn.BatchNorm1d(4, track_running_stats=has_statistics)
+    model = build(lambda: nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    devices = ["cpu:0", "cpu:1"]
+    with ScatterOnceParallel(model, 1, devices, verify=False) as engine:
+        for step in range(20):
+            engine.forward_backward(randn(8, 3, seed=step), None, torch.sum)
+            optimizer.step()
+    # Step 0 has sent nothing yet; the 16th comparison is of step 15.
+    assert set(steps) == ({1, 2, 15} if has_statistics else set())

@@ -96,7 +96,7 @@ class Wrapper(nn.Module, Generic[WrappedT]):
             kind = type(self.module).__name__
             name = type(self).__name__
             raise ValueError(
-                f"{kind} has as a child the {name} that wraps it (self.engine = "
+                f"{kind} contains the {name} that wraps it (self.engine = "
                 f"{name}(self)), so train(), to() and state_dict() would never end; "
                 f"keep the {name} outside of the module, or in a list, self.engine = "
                 f"[{name}(self)]"

@@ -439,9 +439,10 @@ def _problem(value: Any, dim: int, sizes: Collection[int], refuse_grad: bool) ->
     if entries:
         kind = type(value).__name__
         return (
-            f"a {kind} of {len(value)} {entries} beside {len(value)} rows is neither "
-            f"divided nor repeated: pass Rows({entries}) if each is of one row, or "
-            f"Replicated({entries}) if every micro-batch gets all"
+            f"a {kind} of {len(value)} {entries} has as many {entries} as there are "
+            f"rows, but the engine does not know whether each belongs to one row; pass "
+            f"Rows({entries}) if it does, or Replicated({entries}) if every "
+            f"micro-batch gets all"
         )
     # Of a cache the attributes are split, and a marker's contents by its ``select``.
     is_split = isinstance(value, (Marker, Batches)) or nested.is_cache(value)

@@ -379,8 +379,9 @@ def _entry_at(output: Any, position: int) -> str:
 def _number_without_rule(name: str, words: Sequence[str]) -> str:
     """The text of a warning."""
     return in_lines(
-        f"{name} is none of these: {', '.join(words)}. The numbers of the parts are "
-        "averaged, weighted by rows, which is not the number of all rows.",
+        f"{name} is none of these: {', '.join(words)}. You get the mean of the "
+        "micro-batches' numbers, weighted by their rows. It differs from the number "
+        "of all rows.",
         _WAYS_OUT_OF_CALLS,
     )
 

@@ -89,9 +89,10 @@ class Ranks:
         if not has_host_backend:
             backend = dist.get_backend(group)
             warn(
-                f"the process group has {backend} only, which ends this process if "
-                "another rank is lost; add gloo for the host's memory, which raises an "
-                f'error instead: init_process_group("cpu:gloo,{device.type}:{backend}")'
+                f"the process group has {backend} only, and {backend} ends this "
+                "process if another rank is lost; add gloo for the host's memory, "
+                "which raises an error instead: "
+                f'init_process_group("cpu:gloo,{device.type}:{backend}")'
             )
         options = f"buffers={buffers!r}\naccumulate_dtype={accumulate_dtype}"
         identities = map(identity_of_accelerator, dict.fromkeys(devices))

@@ -84,15 +84,15 @@ class TwoPasses(Schedule):
         self._ranks = ranks
         if call.criterion is None:
             raise ValueError(
-                "whole_batch=True without a criterion; return outputs with one entry "
+                "whole_batch=True needs a criterion; return outputs with one entry "
                 "per row from forward, and pass criterion=: the engine calls it once, "
                 "as criterion(outputs, targets)"
             )
         for name, value in (("reduction", call.reduction), ("count", call.count)):
             if value is not None:
                 raise ValueError(
-                    f"{name}= says how the losses of micro-batches combine, and "
-                    f"whole_batch=True has one loss, of all rows; leave {name}= out"
+                    f"whole_batch=True computes one loss, of all rows, and {name}= "
+                    f"says how losses of micro-batches combine; leave {name}= out"
                 )
 
     def run(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Computed:
@@ -503,8 +503,9 @@ def note_lists_of_objects(error: BaseException, piece: Any) -> None:
     for kind in sorted(kinds):
         add_note(
             error,
-            f"the output's {kind} is a list here, with one per micro-batch, since its "
-            "tensors are not joined; return them in a tuple, dict or dataclass",
+            f"the criterion gets a list with the {kind} of each micro-batch, because "
+            f"tensors in a {kind} are not joined; return the tensors in a tuple, dict "
+            "or dataclass",
         )
 
 

@@ -247,7 +247,7 @@ def combined(contributions: Sequence[Moments], direction: Direction) -> Moments:
 def _missing(replica: int, exchange: Exchange, number: int) -> str:
     places = {contribution.place for contribution in exchange.contributions.values()}
     names = " and ".join(sorted(places))
-    return f"replica {replica} does not come to {names} in sub-step {number}"
+    return f"replica {replica} does not reach {names} in sub-step {number}"
 
 
 @dataclass(eq=False)

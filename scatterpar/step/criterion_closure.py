@@ -106,13 +106,13 @@ def not_replicated(
                 return _reached_by_an_object(path)
     name = name or f"a parameter of shape {tuple(leaf.shape)}"
     return ValueError(
-        f"a gradient arrives at {name}, of which replicas have no copy; to train this "
-        "parameter, give the criterion an argument net for the network that has the "
-        "parameter, and bind it: functools.partial(criterion, net=net). Or make the "
-        "criterion an nn.Module, with this network as a child. If you do not want to "
-        "train it, call net.requires_grad_(False). If the criterion adds a penalty on "
-        "parameters, "
-        "such as weight decay, add the penalty outside of the criterion: "
+        f"a gradient arrives at {name}, which is not copied to the replicas; to train "
+        "this parameter, give the criterion an argument net for the network that has "
+        "the parameter, and bind it: functools.partial(criterion, net=net). Or make "
+        "the criterion an nn.Module, with this network as a child. If you do not want "
+        "to train it, call net.requires_grad_(False). If the criterion adds a penalty "
+        "on parameters, such as weight decay, add the penalty outside of the "
+        "criterion: "
         "(engine.loss(…) + penalty(model)).backward(). Nothing was changed"
     )
 

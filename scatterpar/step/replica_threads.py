@@ -190,9 +190,10 @@ _LOSS_WITHOUT_GRAPH = (
     "graph, such as (output * 0).sum(), or pass count=, its number of terms"
 )
 _OTHER_KEYS = (
-    "the key is a replica's: a dictionary in an object that replicas share has the "
-    "keys of your own module; make it an attribute of a module, or a variable that "
-    "the hook closes over, and replicas get copies of its keys"
+    "the key is a replica's copy, but the dictionary is in an object that replicas "
+    "share, so its keys are your own modules or tensors; make the dictionary an "
+    "attribute of a module, or a variable that the hook closes over: replicas then get "
+    "copies of its keys"
 )
 _TUNING = (
     "Triton's autotuner keeps the arguments of a call on the kernel, which replicas "
@@ -200,9 +201,10 @@ _TUNING = (
     "process_group="
 )
 _WRITTEN = (
-    "a function that takes turns is called for later rows before this backward pass: "
-    "where it writes a tensor in place that an earlier loss was computed from, bind a "
-    "new tensor (self.weights = new), or compute the loss from a clone() of it"
+    "your code may have written a tensor in place after this loss was computed from "
+    "it, because replicas share a criterion that is a function, and call it for other "
+    "rows before this backward pass; assign a new tensor (self.weights = new) instead "
+    "of writing in place, or compute the loss from a clone() of the tensor"
 )
 _LESS_MEMORY = (
     "more sub-steps need less memory: a larger accum=, a smaller "
@@ -216,8 +218,9 @@ _LESS_MEMORY_OF_CALL = (
     "ScatterOnceParallel.forward_backward, with a larger accum="
 )
 _FROZEN_IN_CALL = (
-    "in a call the parameters of all replicas except the first are computed from "
-    "yours: set requires_grad before the call, or use parameter.detach() in forward"
+    "in a call the parameters of all replicas except the first are no leaf tensors, "
+    "because they are computed from your parameters; set requires_grad before the "
+    "call, or use parameter.detach() in forward"
 )
 
 

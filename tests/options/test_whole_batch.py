@@ -291,4 +291,4 @@ def test_outputs_not_joined_refused(devices, case):
             inputs, None, lambda o, _: read(o).square().mean(), whole_batch=True
         )
     if case == "object that is read":
-        assert "the output's SimpleNamespace is a list" in raised.value.__notes__[-1]
+        assert "gets a list with the SimpleNamespace" in raised.value.__notes__[-1]

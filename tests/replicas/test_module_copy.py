@@ -206,7 +206,7 @@ def test_error_tells_object_keyed_by_modules(devices, verify):
         assert "KeyError" in str(raised.value)
     else:
         notes = raised.value.__notes__
-        assert any("the key is a replica's" in note for note in notes)
+        assert any("the key is a replica's copy" in note for note in notes)
 
 
 def wrapped(function):

@@ -249,12 +249,14 @@ def test_replica_leaving_sub_step_is_named():
 
     waited, _ = in_threads(lambda: meeting.combine(0, 0, contribution(1.0)), leave)
     assert isinstance(waited, RuntimeError)
-    assert "replica 1 does not come to 'norm' (backward) in sub-step 0" in str(waited)
+    assert "replica 1 does not reach 'norm' (backward) in sub-step 0" in str(waited)
 
 
 def test_missing_replica_ends_the_wait(monkeypatch):
     monkeypatch.setattr(sync_batch_norm, "MEETING_SECONDS", 0.05)
-    with pytest.raises(TimeoutError, match=r"replica 1 does not come.* within 0\.05 s"):
+    with pytest.raises(
+        TimeoutError, match=r"replica 1 does not reach.* within 0\.05 s"
+    ):
         meeting_of(1, 1).combine(0, 0, contribution(1.0))
 
 

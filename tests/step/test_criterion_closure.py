@@ -86,7 +86,7 @@ def net():
     return net
 
 
-ARRIVES = r"a gradient arrives at {}, of which .* bind .* functools\.partial"
+ARRIVES = r"a gradient arrives at {}, which .* bind .* functools\.partial"
 
 
 @pytest.mark.parametrize("holder", HOLDERS)

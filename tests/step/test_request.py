@@ -174,7 +174,7 @@ def test_engine_as_child_of_module_refused(make, walk):
     model = linear()
     model.engine = make(model, device_ids=["cpu"] * 2)
     words = (
-        rf"Linear has as a child the {make.__name__} that wraps it .* in a list, "
+        rf"Linear contains the {make.__name__} that wraps it .* in a list, "
         r"self.eng"
     )
     with pytest.raises(ValueError, match=words):

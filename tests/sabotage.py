@@ -969,13 +969,13 @@ SABOTAGES = [
         seen_by="test_shared_gradient_is_added_once",
     ),
     Sabotage(
-        name="a gradient that two parameters have is overwritten while it waits",
+        name="a gradient is overwritten while it waits",
         promise="exact",
         file="calls/gradients.py",
         place="_let_wait",
-        text="arrived.pop(key).clone()",
-        replacement="arrived.pop(key)",
-        seen_by="test_shared_gradient_is_added_once",
+        text="copies = list(map(torch.empty_like, originals))",
+        replacement="copies = originals",
+        seen_by="test_gradient_waits_as_it_was",
     ),
     Sabotage(
         name="what was dropped returns if a pass reaches replica 0 alone",

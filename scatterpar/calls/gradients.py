@@ -43,7 +43,12 @@ from torch.utils.hooks import RemovableHandle
 from scatterpar.calls.streams_of_calls import StreamsOfCalls
 from scatterpar.devices import coalescing
 from scatterpar.devices.bits import same_bits
-from scatterpar.devices.coalescing import has_foreach, iter_copies, tree_pairs
+from scatterpar.devices.coalescing import (
+    copy_each,
+    has_foreach,
+    iter_copies,
+    tree_pairs,
+)
 from scatterpar.devices.copies import to_numbers
 from scatterpar.devices.streams import is_async
 from scatterpar.devices.transfers import Transfers
@@ -149,7 +154,8 @@ class CallGradients:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         # Nobody selects it: a pass that does not execute it is an ``autograd.grad``.
-        self.backward_probe = torch.zeros((), requires_grad=True)
+        with torch.inference_mode(False):  # in which the user may make an engine
+            self.backward_probe = torch.zeros((), requires_grad=True)
         self.is_synced = True
         self.were_added = False
         self.transfers = Transfers()
@@ -887,8 +893,11 @@ def _let_wait(waiting: dict[int, Tensor], arrived: dict[int, Tensor]) -> None:
     else:
         for key, gradient in zip(together, added, strict=True):
             _plus_in(waiting, key, gradient)
-    for key in list(arrived):
-        waiting[key] = arrived.pop(key).clone()
+    originals = list(arrived.values())
+    copies = list(map(torch.empty_like, originals))
+    copy_each(copies, originals)
+    waiting.update(zip(arrived, copies, strict=True))
+    arrived.clear()
 
 
 def _plus_in(total: dict[int, Tensor], key: int, gradient: Tensor) -> None:

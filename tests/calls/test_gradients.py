@@ -5,6 +5,7 @@ import copy
 import itertools
 import threading
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -937,6 +938,48 @@ def engine_rows(ids):
     """The number of rows of each replica's share of 16 rows."""
     shares, more = divmod(16, len(ids))
     return [shares + (number < more) for number in range(len(ids))]
+
+
+class ScaleInOneWorkspace(torch.autograd.Function):
+    """Returns the same tensor as the weight's gradient in each backward pass."""
+
+    @staticmethod
+    def forward(ctx, rows, weight, workspace):
+        ctx.save_for_backward(rows, weight)
+        ctx.workspace = workspace
+        return rows * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        rows, weight = ctx.saved_tensors
+        torch.sum(gradient * rows, 0, out=ctx.workspace)
+        return gradient * weight, ctx.workspace, None
+
+
+class ScaleByWorkspace(nn.Module):
+    """Each copy of the module has a workspace of its own."""
+
+    workspaces: ClassVar = {}  # by ``id`` of the copy
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, rows):
+        workspace = torch.empty(3, dtype=torch.float64)
+        workspace = self.workspaces.setdefault(id(self), workspace)
+        return ScaleInOneWorkspace.apply(rows, self.weight, workspace)
+
+
+@pytest.mark.parametrize("how", ["window", "step"])
+@pytest.mark.filterwarnings("ignore:an optimizer steps while gradients wait")
+@pytest.mark.parametrize("ids", SUM_LAYOUTS, ids="+".join)
+def test_gradient_waits_as_it_was(ids, how):
+    """Whoever has made a gradient may write its memory in the next pass."""
+    net, plain = ScaleByWorkspace(), ScaleByWorkspace()
+    with ScatterOnceParallel(net, device_ids=ids, verify=False) as engine:
+        found = passes(engine, net, how)
+    torch.testing.assert_close(found, passes(plain, plain, "synced"))
 
 
 @pytest.mark.parametrize("is_synced", [True, False])

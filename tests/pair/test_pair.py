@@ -151,6 +151,13 @@ def test_no_grad_builds_no_graph_moves_stats(devices, mode):
     Pair(model.eval(), nn.CrossEntropyLoss(), devices(4)).check(*BATCH)
 
 
+def test_pair_that_was_made_in_inference_mode_trains(devices):
+    model = build(linear)
+    with torch.inference_mode():
+        pair = Pair(model, nn.CrossEntropyLoss(), devices(3))
+    pair.check(*BATCH)
+
+
 def test_no_output_survives_its_graph(devices, by_reference_counts_alone):
     """They go with the graph, without waiting for the collector; replicas stay."""
     alive = []

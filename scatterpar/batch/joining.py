@@ -228,9 +228,9 @@ def first_listed(
 ) -> Any:
     """The first value that ``join_rows`` makes a list of, though users expect one.
 
-    That is a number, a string, a NumPy array or a distribution that differs between the
-    pieces. Returns ``None`` if there is none. Other objects, such as caches of keys and
-    values, are left alone.
+    That is a NumPy array or a distribution, or a number or a string that differs
+    between the pieces. Returns ``None`` if there is none. Other objects, such as caches
+    of keys and values, are left alone.
     """
     if isinstance(pieces[0], Tensor):  # mostly
         return None

@@ -482,10 +482,9 @@ class Calls:
         if value is not None and self._told.mark("lists in outputs"):
             warn(
                 f"the module's output contains values of class {type(value).__name__}, "
-                "which are no tensors and differ between micro-batches, so you get "
-                "lists with one value per micro-batch; return a tensor in their place, "
-                "with one entry per row, or without dimensions for the mean over all "
-                "rows"
+                "which are no tensors, so you get lists with one value per "
+                "micro-batch; return a tensor in their place, with one entry per row, "
+                "or without dimensions for the mean over all rows"
             )
 
     def _joined(self, computed: OutputsOfReplicas, options: CallOptions) -> Any:

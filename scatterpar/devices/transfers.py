@@ -101,10 +101,11 @@ class Prefetcher(Transfers):
     groups run on one side stream of the device and one of each source, because torch
     puts a copy between devices on the current streams of both. Computation waits for a
     group only in ``wait_on_stream``. The targets are allocated on the computing stream,
-    and a group waits for work launched there before ``issue``, which may still read the
-    memory's former content. Pageable host memory is staged in pinned memory, at most
-    two groups at a time. The streams of ``sources``, the devices of the tensors, first
-    wait for work that was queued there when this object was made.
+    and a group waits for work launched there before ``issue``, or before ``hold`` if
+    that came first, which may still read the memory's former content. Pageable host
+    memory is staged in pinned memory, at most two groups at a time. The streams of
+    ``sources``, the devices of the tensors, first wait for work that was queued there
+    when this object was made.
     """
 
     def __init__(

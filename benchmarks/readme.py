@@ -21,7 +21,7 @@ ROOT = HERE.parent
 
 MODELS = {"cnn": "small CNN", "mlp": "MLP", "resnet20": "ResNet-20"}
 PEERS = {
-    "a plain loop with 32 micro-batches of 128 rows, as in scatterpar (16 on each of 2 replicas)": [
+    "a plain loop with 32 micro-batches of 128 rows (scatterpar: 16 on each of 2 replicas)": [
         "plain loop, 32 sub-steps"
     ],
     "`nn.DataParallel` in a loop with 16 micro-batches of 256 rows (on a CPU it only calls the module)": [
@@ -187,8 +187,8 @@ _MEASURED: list[tuple[str, str, str, Callable[[Any], str]]] = [
     ),
     (
         "fixed_cost/own-cost.json",
-        "each further pair of sub-steps, one per replica",
-        "two more sub-steps of the loop",
+        "each further sub-step of both replicas, in addition",
+        "two more sub-steps of a plain loop",
         _microseconds_in_row(1, 1),
     ),
 ]

@@ -187,7 +187,7 @@ _MEASURED: list[tuple[str, str, str, Callable[[Any], str]]] = [
     ),
     (
         "fixed_cost/own-cost.json",
-        "each further sub-step of both replicas, in addition",
+        "each further sub-step per replica, on top of the row above",
         "two more sub-steps of a plain loop",
         _microseconds_in_row(1, 1),
     ),

@@ -123,3 +123,18 @@ def test_evaluation_keeps_the_attributes_of_the_module():
             engine(torch.ones(4, 3).double())
     assert model.total == 0
     assert model.calls == 0
+
+
+@pytest.mark.parametrize("ids", [["cpu"], ["cpu"] * 2, VIRTUAL], ids="+".join)
+def test_hook_in_step_stores_one_micro_batch(ids):
+    model = build(lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    stored = {}
+
+    def store(module, inputs, output):
+        stored["features"] = output.detach()
+
+    model[0].register_forward_hook(store)
+    rows, labels = torch.ones(8, 3).double(), torch.zeros(8, dtype=torch.long)
+    with ScatterOnceParallel(model, accum=2, device_ids=ids) as engine:
+        engine.forward_backward(rows, labels, nn.CrossEntropyLoss())
+    assert len(stored["features"]) == 8 // (2 * len(ids))

@@ -893,11 +893,12 @@ def _let_wait(waiting: dict[int, Tensor], arrived: dict[int, Tensor]) -> None:
     else:
         for key, gradient in zip(together, added, strict=True):
             _plus_in(waiting, key, gradient)
-    originals = list(arrived.values())
-    copies = list(map(torch.empty_like, originals))
-    copy_each(copies, originals)
-    waiting.update(zip(arrived, copies, strict=True))
-    arrived.clear()
+    # Message by message: what has been copied is freed before the next one is.
+    for keys in coalescing.messages(arrived):
+        originals = [arrived.pop(key) for key in keys]
+        copies = list(map(torch.empty_like, originals))
+        copy_each(copies, originals)
+        waiting.update(zip(keys, copies, strict=True))
 
 
 def _plus_in(total: dict[int, Tensor], key: int, gradient: Tensor) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import itertools
 import threading
+import weakref
 from functools import partial
 from typing import ClassVar
 
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.calls import gradients as call_gradients
+from scatterpar.devices import coalescing
 
 LAYOUTS = [
     ["cpu"] * 2,
@@ -980,6 +982,27 @@ def test_gradient_waits_as_it_was(ids, how):
     with ScatterOnceParallel(net, device_ids=ids, verify=False) as engine:
         found = passes(engine, net, how)
     torch.testing.assert_close(found, passes(plain, plain, "synced"))
+
+
+def test_gradients_are_twice_in_memory_by_message(monkeypatch):
+    """What begins to wait is copied, and what was copied is freed."""
+    monkeypatch.setattr(coalescing, "CHUNK_BYTES", 64)
+    arrived = {key: randn(4) for key in range(6)}
+    expected = {key: tensor.clone() for key, tensor in arrived.items()}
+    originals = [weakref.ref(tensor) for tensor in arrived.values()]
+    num_alive = []
+    copy_each = call_gradients.copy_each
+
+    def counted(targets, sources):
+        num_alive.append(sum(original() is not None for original in originals))
+        copy_each(targets, sources)
+
+    monkeypatch.setattr(call_gradients, "copy_each", counted)
+    waiting = {}
+    call_gradients._let_wait(waiting, arrived)
+    assert num_alive == [6, 4, 2]
+    assert not arrived
+    torch.testing.assert_close(waiting, expected)
 
 
 @pytest.mark.parametrize("is_synced", [True, False])

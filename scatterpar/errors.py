@@ -7,13 +7,10 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from scatterpar.libraries import is_library_file
-
-_PACKAGE = str(Path(__file__).parent)
+from scatterpar.libraries import PACKAGE_FOLDER, is_library_file
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
@@ -27,7 +24,7 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
         files.append(frame.f_code.co_filename)
         frame = frame.f_back
     levels_of_user = [k for k, file in enumerate(files) if not is_library_file(file)]
-    levels = [k for k, file in enumerate(files) if not file.startswith(_PACKAGE)]
+    levels = [k for k, file in enumerate(files) if not file.startswith(PACKAGE_FOLDER)]
     level = [*levels_of_user, *levels, 0][0]
     warnings.warn(text, category, stacklevel=level + 1)
 
@@ -100,7 +97,7 @@ def leave_out_own_frames(error: BaseException) -> None:
 
 
 def _is_own(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_PACKAGE)
+    return frame.f_code.co_filename.startswith(PACKAGE_FOLDER)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ sources the user has on the path, as after ``pip install -e``, is the user's.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -21,13 +22,16 @@ from typing import Any
 
 import torch
 
+# With the separator: ``scatterpar_experiments`` beside it is the user's.
+PACKAGE_FOLDER = str(Path(__file__).parent) + os.sep
 # Of files; where torch is built from its sources, it is in no ``site-packages``.
 _FOLDERS = (
-    sysconfig.get_path("stdlib"),
-    str(Path(torch.optim.__file__).parents[1]),
-    str(Path(__file__).parent),
+    sysconfig.get_path("stdlib") + os.sep,
+    str(Path(torch.optim.__file__).parents[1]) + os.sep,
+    PACKAGE_FOLDER,
     "<frozen ",  # Python's own imports
 )
+_INSTALLED = {"site-packages", "dist-packages"}  # the second is Debian's
 
 
 def package_of(value: Any) -> str:
@@ -56,5 +60,4 @@ def is_library(module: str | None) -> bool:
 @functools.lru_cache(maxsize=4096)
 def is_library_file(path: str) -> bool:
     """Whether a file is torch's, Python's, or in a package."""
-    # ``site-packages``, and Debian's ``dist-packages``.
-    return "-packages" in path or path.startswith(_FOLDERS)
+    return path.startswith(_FOLDERS) or not _INSTALLED.isdisjoint(Path(path).parts)

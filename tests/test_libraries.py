@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,7 +42,18 @@ def test_files_of_libraries():
     )
     for path in of_libraries:
         assert is_library_file(path), path
-    for path in (__file__, "/tmp/ipykernel_7/1.py", "<stdin>", "<string>"):
+    folder = Path(scatterpar.__file__).parent
+    of_users = (
+        __file__,
+        "/tmp/ipykernel_7/1.py",
+        "<stdin>",
+        "<string>",
+        # Names that begin or end as those of libraries.
+        f"{folder}_experiments/train.py",
+        f"{stdlib}_of_users/train.py",
+        "/home/user/vision-packages/train.py",
+    )
+    for path in of_users:
         assert not is_library_file(path), path
 
 

@@ -8,7 +8,9 @@ import gc
 import logging
 import os
 import shutil
+import warnings
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import simulated
@@ -95,6 +97,20 @@ def _no_changed_globals(_no_moved_generators):
     yield
     changed = leak_checks.differences(before, leak_checks.globals_of_torch())
     assert not changed, f"the test changed globals: {changed}"
+
+
+@pytest.fixture
+def warned(monkeypatch):
+    """The texts of the package's own warnings. They are given, too."""
+    texts = []
+    warn = warnings.warn
+
+    def recorded(text, category, stacklevel):
+        texts.append(str(text))
+        warn(text, category, stacklevel=stacklevel + 1)
+
+    monkeypatch.setattr(errors, "warnings", SimpleNamespace(warn=recorded))
+    return texts
 
 
 class _Kept(logging.Handler):

@@ -534,8 +534,12 @@ def _judged(results: LookResults, run: RunResult) -> Verdict:
         return gradient_of_no_loss(results, finding)
     request = results.request
     is_sum = not (request.is_mean or request.whole_batch)
+    # Without trained parameters losses are compared alone.
+    compares_gradients = bool(run.result.gradients)
+    num_with_terms = run.num_with_gradient if compares_gradients else run.num_with_loss
     # A mean has terms in one part alone, or the sum of two would not fit.
-    if is_sum and run.num_with_gradient < min(2, len(results.parts)):
-        why = "a single part has a gradient: it may be a mean or a sum"
+    if is_sum and num_with_terms < min(2, len(results.parts)):
+        what = "gradient" if compares_gradients else "loss"
+        why = f"a single part has a {what}: it may be a mean or a sum"
         raise SaysNothing(why)
     return RIGHT

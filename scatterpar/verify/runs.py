@@ -60,6 +60,7 @@ class RunResult:
     Attributes:
         result: the sum of the results of the parts, times their weights.
         num_with_gradient: the number of parts of which a gradient is not zero.
+        num_with_loss: the number of parts of which the loss is not zero.
         states: the state of the replicas after each part.
         random_calls: the number of random operators, if these give constants.
         shares_state: whether the first forward pass has changed what the criterion
@@ -68,6 +69,7 @@ class RunResult:
 
     result: Result = NOTHING
     num_with_gradient: int = 0
+    num_with_loss: int = 0
     states: list[State] = field(default_factory=list)
     random_calls: int = 0
     shares_state: bool = False
@@ -76,6 +78,7 @@ class RunResult:
         """Add the result of a part. A look has no memory for those of all parts."""
         self.result = self.result.plus(result)
         self.num_with_gradient += result.has_gradient
+        self.num_with_loss += bool(result.loss)
 
 
 class _ReentrantCheckpoint(Exception):

@@ -2,6 +2,7 @@
 
 import copy
 import enum
+import math
 import warnings
 
 import pytest
@@ -654,3 +655,62 @@ def test_rows_along_any_dimension_are_compared(dim, is_mixed, recwarn):
     assert bool(recwarn) == is_mixed
     if not is_mixed:
         torch.testing.assert_close(output, net(rows))
+
+
+FROZEN = {
+    "rows": lambda self, rows: self.net(rows),
+    "mean": lambda self, rows: self.net(rows).mean(),
+    "sum": lambda self, rows: self.net(rows).sum(),
+}
+
+
+@pytest.mark.parametrize("needs_grad", [True, False])
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("name", FROZEN)
+def test_right_frozen_module_is_silent(name, trains, needs_grad):
+    """A teacher. From the eighth call on a warning said that a single part has a
+    gradient, where none has.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with engine_of(FROZEN[name]) as engine:
+            net = engine.module.train(trains).requires_grad_(False)
+            for _ in range(9):
+                rows = ROWS.clone().requires_grad_(needs_grad)
+                torch.testing.assert_close(engine(rows), net(rows))
+
+
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_rows_of_a_frozen_module_that_meet_are_told(needs_grad):
+    def forward(self, rows):
+        return self.net(rows).softmax(0)
+
+    with engine_of(forward) as engine:
+        engine.module.requires_grad_(False)
+        rows = ROWS.clone().requires_grad_(needs_grad)
+        with pytest.warns(UserWarning, match="other outputs for a few rows"):
+            engine(rows)
+
+
+# Whether a loss of numbers such as these is said to be unclear.
+UNCLEAR_OF_FROZEN = {
+    "nothing": (lambda output: 0 * output.mean(), "assumes a mean over rows"),
+    "NaN": (lambda output: math.nan * output.mean(), "assumes a mean over rows"),
+    "infinity": (lambda output: math.inf + output.mean(), "assumes a mean over rows"),
+    "a product": (lambda output: output.mean() ** 2, None),
+}
+
+
+@pytest.mark.parametrize("name", UNCLEAR_OF_FROZEN)
+def test_loss_of_a_frozen_module_that_shows_nothing_is_told(name, recwarn):
+    number, words = UNCLEAR_OF_FROZEN[name]
+    with engine_of(lambda self, rows: number(self.net(rows))) as engine:
+        engine.module.requires_grad_(False)
+        rows = ROWS.clone().requires_grad_()
+        if words is None:
+            with pytest.raises(ValueError, match="is not the sum of the losses"):
+                engine(rows)
+            return
+        for _ in range(12):
+            engine(rows)
+    assert any(words in str(warning.message) for warning in recwarn)

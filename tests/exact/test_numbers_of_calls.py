@@ -271,6 +271,18 @@ def test_number_of_a_single_part_is_told():
     assert "a single part has a gradient" in _told_in_calls(net, rows)
 
 
+def test_frozen_rows_of_a_single_part_are_told():
+    """Without trained parameters there is no gradient."""
+
+    def forward(self, rows):
+        return self.net(rows).sum(1) * (rows[:, 0] == 9)
+
+    rows = randn(8, 6)
+    rows[3, 0] = 9
+    net = build(lambda: Own(forward, net=mlp())).requires_grad_(False)
+    assert "a single part has a loss" in _told_in_calls(net, rows)
+
+
 def test_number_is_not_looked_at_with_verify_off():
     net = build(lambda: Own(RIGHT["sum"], net=mlp())).eval()
     rows, labels = BATCHES[2]

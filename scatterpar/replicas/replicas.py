@@ -712,20 +712,14 @@ class Replica(ModuleCopy):
         ``requires_grad``. With ``lazily``, what is no buffer's storage waits for
         ``restore``: a replica whose sub-steps are all replayed runs no Python.
         """
-        was_called = self.was_called or not lazily
-        if was_called:
+        if self.was_called or not lazily:
             self._addresses = ()
         has_buffers_in_place = lazily and self.has_buffers_in_place()
         self.was_called = False
         if not has_buffers_in_place:
             self.restore()
         own = self._own_tensors
-        if own and has_buffers_in_place and not was_called:
-            # Only replays have written: no counter has moved, and no graph refers to
-            # what they write.
-            with version_counters_kept(own):
-                self._copy_sources()
-        elif own:
+        if own:
             # A graph of an earlier call stays valid if it has saved what nobody has
             # written: writes to the sources are seen by the graph of the first replica.
             present = versions(own)
@@ -733,16 +727,12 @@ class Replica(ModuleCopy):
             unwritten = [tensor for tensor, now, before in pairs if now == before]
             # After the storages are back: values go to where the replica reads them.
             with version_counters_kept(unwritten):
-                self._copy_sources()
+                copy_each(self._private, self._sources, self._messages)
+                for large in self.large:
+                    if large.find_difference():
+                        large.copy_source()
             self._own_versions = versions(own)
         self.clear_records()
-
-    def _copy_sources(self) -> None:
-        """Copy the sources of buffers; of large ones, those that may have changed."""
-        copy_each(self._private, self._sources, self._messages)
-        for large in self.large:
-            if large.find_difference():
-                large.copy_source()
 
     def restore(self) -> None:
         """Undo what a forward pass rebound, if ``reset`` has left that."""

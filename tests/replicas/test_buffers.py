@@ -11,7 +11,6 @@ from harness.oracle import assert_close, assert_step, build, randint, randn
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.replicas import replicas as replicas_module
 
 pytestmark = pytest.mark.core
 
@@ -182,28 +181,3 @@ def test_buffers_that_begin_as_one_tensor(devices, names):
             assert (model.fast is model.slow) == (twin.fast is twin.slow)
             for name in ("fast", "slow"):
                 assert_close(getattr(model, name).data, getattr(twin, name).data, name)
-
-
-@pytest.mark.parametrize("devices", [["cpu"] * 2, ["cpu:0", "cpu:1"]], ids=str)
-def test_buffers_of_a_replica_that_only_replays(devices, monkeypatch):
-    """They have the user's values in each step, and nobody asks for their versions."""
-    model = build(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
-    engine = ScatterOnceParallel(model, device_ids=devices, verify=False)
-    with engine:
-        engine.forward_backward(randn(8, 3), None, torch.sum)
-        replicas = engine._replicas.of_model.replicas
-        with torch.no_grad():
-            for replica in replicas:
-                replica.reset(lazily=True)
-        monkeypatch.setattr(replicas_module, "versions", None)
-        for value in (3, 5):
-            before = [tensor._version for r in replicas for tensor in r._private]
-            with torch.no_grad():
-                for replica in replicas:
-                    for source in replica._sources:
-                        source.fill_(value)
-                    replica.reset(lazily=True)  # as no sub-step has run Python
-            for replica in replicas:
-                assert all(map(torch.equal, replica._private, replica._sources))
-            after = [tensor._version for r in replicas for tensor in r._private]
-            assert after == before

@@ -702,7 +702,7 @@ UNCLEAR_OF_FROZEN = {
 
 
 @pytest.mark.parametrize("name", UNCLEAR_OF_FROZEN)
-def test_loss_of_a_frozen_module_that_shows_nothing_is_told(name, recwarn):
+def test_frozen_loss_that_shows_nothing_is_told(name, recwarn):
     number, words = UNCLEAR_OF_FROZEN[name]
     with engine_of(lambda self, rows: number(self.net(rows))) as engine:
         engine.module.requires_grad_(False)

@@ -569,6 +569,7 @@ def _look_at(
         tells_moved_state=False,
         parts_are_equal=_all_agree(known, column),
         refuses_compared_rows=call.is_of_part,
+        take_arguments=False,
     )
     # A call without a graph is looked at, too, and its gradient is compared.
     with torch.inference_mode(False), torch.enable_grad(), own_saved_tensors():

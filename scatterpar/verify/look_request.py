@@ -50,6 +50,7 @@ class LossWays:
             gradient: then it does not matter which mean holds.
         refuses_compared_rows: whether a module that compares rows is refused, not
             warned of.
+        take_arguments: whether the caller takes ``count=`` and ``reduction=``.
     """
 
     remedies: str = ""
@@ -57,6 +58,7 @@ class LossWays:
     tells_moved_state: bool = True
     parts_are_equal: bool = False
     refuses_compared_rows: bool = False
+    take_arguments: bool = True
 
 
 @dataclass(frozen=True, eq=False)

@@ -119,6 +119,8 @@ def step_is_refused(look_request: LookRequest, verdict: Verdict) -> str:
     if len(look_request.candidates) > 1:
         ways = ", ".join(candidate.words for candidate in look_request.candidates)
         problem += f" It is none of these: {ways}."
-    if verdict.cause:
-        problem += f" {verdict.cause}"
+    if verdict.argument and look_request.ways.take_arguments:
+        problem += f" {verdict.cause}: pass {verdict.argument}."
+    elif verdict.cause:
+        problem += f" {verdict.cause}."
     return f"{problem}\n{remedies} Nothing was changed."

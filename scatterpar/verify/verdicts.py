@@ -47,7 +47,8 @@ class Verdict:
         text: of the warning or the error.
         error: the replica's error that the text shows.
         problem: the first line of the text, if losses do not combine.
-        cause: why not, and what to pass, if one count or reduction explains it.
+        cause: why not, if something explains it. A sentence without its full stop.
+        argument: what to pass then, where losses have arguments.
         rests_on_rows: whether rows alone say that a difference is rounding.
         is_measured: whether the difference is small or rounding, so that it says how
             well losses combine. State or random numbers may be another reason.
@@ -60,6 +61,7 @@ class Verdict:
     error: Exception | None = None
     problem: str = ""
     cause: str = ""
+    argument: str = ""
     rests_on_rows: bool = False
     is_measured: bool = False
     subject: str = ""
@@ -382,6 +384,12 @@ def remedy_of_compared_rows(results: LookResults) -> str:
     return "pass whole_batch=True"
 
 
+def _refused_as(results: LookResults, cause: str, argument: str) -> Verdict:
+    """Losses are combined in another way than ``cause`` says."""
+    verdict = _refused_combination(results, f"{cause}: pass {argument}.")
+    return replace(verdict, cause=cause, argument=argument)
+
+
 def _refused_combination(results: LookResults, remedy: str) -> Verdict:
     sizes_of_parts = " + ".join(str(len(part)) for part in results.parts[:_MAX_SIZES])
     if len(results.parts) > _MAX_SIZES:
@@ -392,16 +400,15 @@ def _refused_combination(results: LookResults, remedy: str) -> Verdict:
         f"gradient would be {_size_of(results.difference)}."
     )
     verdict = _refused(problem, remedy, *other_remedies(results, remedy))
-    # Loops of libraries, and the pair, show it with remedies of their own.
-    cause = "" if remedy_of_compared_rows(results) in remedy else remedy
-    return replace(verdict, problem=problem, cause=cause)
+    # Calls, and the pair, show it with remedies of their own.
+    return replace(verdict, problem=problem)
 
 
 def _other_weights(results: LookResults, weights: Weights) -> Verdict:
     """The loss is a mean or sum of other terms than the engine takes it for."""
     # A sum first: its equal weights are in proportion to rows of equal parts.
     if bool((weights.right == 1).all()):
-        return _refused_combination(results, f'{_SEEMS} a sum: pass reduction="sum".')
+        return _refused_as(results, f"{_SEEMS} a sum", 'reduction="sum"')
     count = results.counted_as(weights.right)
     assert count is not None  # the weights are those of a count
     request = results.request
@@ -409,18 +416,19 @@ def _other_weights(results: LookResults, weights: Weights) -> Verdict:
     if count.path:
         # A mean is what the engine takes a loss for, unless it was called a sum.
         reduction = "" if request.is_mean else 'reduction="mean" and '
-        remedy = (
-            f"{_SEEMS} a mean over the {count.words}: pass "
-            f"{reduction}count={_expression(results, count)}."
+        return _refused_as(
+            results,
+            f"{_SEEMS} a mean over the {count.words}",
+            f"{reduction}count={_expression(results, count)}",
         )
-    elif request.is_mean and request.count is None:
-        remedy = (
-            f"{_SEEMS} a mean over all rows, but the engine counts labels: pass "
-            "count=lambda inputs, targets: len(targets)."
+    if request.is_mean and request.count is None:
+        return _refused_as(
+            results,
+            f"{_SEEMS} a mean over all rows, but the engine counts labels",
+            "count=lambda inputs, targets: len(targets)",
         )
-    else:
-        remedy = f'{_SEEMS} a mean over rows: pass reduction="mean", without count=.'
-    return _refused_combination(results, remedy)
+    argument = 'reduction="mean", without count='
+    return _refused_as(results, f"{_SEEMS} a mean over rows", argument)
 
 
 def _expression(results: LookResults, count: Count) -> str:
@@ -455,10 +463,11 @@ def _call_of_count_labels(count: Count, key: str) -> str:
 
 def _shapes_broadcast(results: LookResults, _: Finding) -> Verdict:
     output, targets = shapes_of(results)
-    return _refused_combination(
+    return _refused_as(
         results,
         f"The output has shape {output} and the targets {targets}, which broadcast to "
-        f"a matrix of all pairs of rows: pass targets of the output's shape.",
+        "a matrix of all pairs of rows",
+        "targets of the output's shape",
     )
 
 
@@ -466,12 +475,13 @@ def _unknown(results: LookResults, _: Finding) -> Verdict:
     """The loss compares rows, is a mean over something else, or has a penalty."""
     # In a mean a penalty is right, because the weights of the parts add up to 1.
     if not results.request.is_mean:
-        return _refused_combination(
-            results,
+        cause = (
             "If the loss adds something that does not depend on the rows, such as a "
-            "penalty on weights, add it outside of the criterion: "
-            "(engine.loss(…) + penalty(model)).backward().",
+            "penalty on weights, add it to the joined loss"
         )
+        example = "(engine.loss(…) + penalty(model)).backward()"
+        verdict = _refused_combination(results, f"{cause}: {example}.")
+        return replace(verdict, cause=cause)
     return _refused_combination(
         results,
         "If the loss compares rows with each other, or is a ratio of sums, "

@@ -253,6 +253,38 @@ def test_loss_that_is_no_mean_is_refused_in_words():
         assert engine.module.net[0].weight.grad is None
 
 
+NOT_JOINED = {
+    "rows over their number": (
+        lambda self, rows: self.net(rows) / len(rows),
+        "It seems to be a mean over rows.",
+    ),
+    "a mean over the square of the rows": (
+        lambda self, rows: self.net(rows).mean() / len(rows),
+        "add it to the joined loss.",
+    ),
+    "a square": (
+        lambda self, rows: self.net(rows).sum() ** 2,
+        "add it to the joined loss.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_JOINED)
+def test_remedies_of_a_call_are_no_arguments(name):
+    """``engine(x)`` has none: ``reduction="mean"`` would reach ``forward``."""
+    forward, words = NOT_JOINED[name]
+    with (
+        engine_of(forward) as engine,
+        pytest.raises(ValueError, match="is not the sum of the losses") as caught,
+    ):
+        engine(ROWS)
+    text = str(caught.value)
+    assert words in text
+    assert "Return what it is computed from, one entry per row" in text
+    for argument in ("reduction=", "count=", "whole_batch=", "engine.loss"):
+        assert argument not in text
+
+
 def test_mean_over_rows_is_taken_without_a_look():
     def forward(self, rows):
         return self.net(rows).sum()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from torch import nn
 
@@ -95,14 +97,24 @@ def test_remedy_of_reason_before_that_of_caller():
 
 def test_refusal_names_the_callers_remedies():
     """Not those of the engine, and not if losses are not the reason."""
-    verdict = Verdict(Action.REFUSE, "as the engine", problem="Off by 3.", cause="Sum.")
+    verdict = Verdict(
+        Action.REFUSE,
+        "as the engine",
+        problem="Off by 3.",
+        cause="Sum",
+        argument="a sum",
+    )
     several = asked((BY_ROWS, A_SUM), remedies=REMEDIES)
     assert look_words.step_is_refused(several, verdict) == (
-        "Off by 3. It is none of these: a mean over rows, a sum. Sum.\n"
+        "Off by 3. It is none of these: a mean over rows, a sum. Sum: pass a sum.\n"
         f"{REMEDIES} Nothing was changed."
     )
     one = asked(remedies=REMEDIES)
-    assert look_words.step_is_refused(one, verdict).startswith("Off by 3. Sum.\nPass")
+    text = look_words.step_is_refused(one, verdict)
+    assert text.startswith("Off by 3. Sum: pass a sum.\nPass")
+    call = replace(one, ways=replace(one.ways, take_arguments=False))
+    text = look_words.step_is_refused(call, verdict)
+    assert text.startswith("Off by 3. Sum.\nPass")
     unknown = Verdict(Action.REFUSE, "as the engine", problem="Off by 3.")
     assert look_words.step_is_refused(one, unknown).startswith("Off by 3.\nPass")
     assert look_words.step_is_refused(asked(), verdict) == "as the engine"

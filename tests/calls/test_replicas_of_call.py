@@ -347,6 +347,103 @@ def test_unseen_write_of_one_replica_is_undone(layout):
             assert_close(engine(rows).detach(), net(rows).detach(), "output")
 
 
+class Rebinds(Holds):
+    """The last replica alone has a negative row, and rebinds what it reads."""
+
+    rebind = None
+
+    def forward(self, rows):
+        outputs = super().forward(rows)
+        if (rows < 0).any():
+            self.rebind()
+        return outputs
+
+
+def graph_in_place(net):
+    net.listed[3].mul_(net.layer.bias.sum())
+
+
+REBOUND = {
+    "other data": SEEN_IN_EACH_CALL["other data"],
+    "data of another shape": SEEN_IN_EACH_CALL["data of another shape"],
+    "other strides": SEEN_IN_EACH_CALL["other strides of its data"],
+    "set_": SEEN_IN_EACH_CALL["set_"],
+    "a view of another": share_with_another,
+    "the same values elsewhere": lambda net: setattr(
+        net.listed[3], "data", net.listed[3].data.clone()
+    ),
+    "moved, and back at the address": lambda net: (
+        net.listed[3].share_memory_(),
+        setattr(net.listed[3], "data", torch.full((2, 3), 9.0)),
+    ),
+    "two with one memory": lambda net: (
+        net.listed[2].data.copy_(net.listed[3].data),
+        setattr(net.listed[3], "data", net.listed[2].data),
+    ),
+    "a graph": graph_in_place,
+    "requires_grad": lambda net: net.listed[3].requires_grad_(),
+    "another in the list": SEEN_IN_EACH_CALL["another in the list"],
+    "a parameter with its values elsewhere": lambda net: setattr(
+        net.layer.weight, "data", net.layer.weight.data.clone()
+    ),
+}
+
+
+@pytest.mark.parametrize("rebind", REBOUND.values(), ids=REBOUND)
+def test_what_a_replica_rebinds_is_undone(layout, rebind, monkeypatch):
+    net = build(Rebinds)
+    monkeypatch.setattr(Rebinds, "rebind", rebind)
+    rows = FOUR.abs()
+    with_negative = rows.clone()
+    with_negative[-1] *= -1
+    with ScatterOnceParallel(net, device_ids=layout, verify=False) as engine:
+        for _ in range(2):
+            engine(rows).sum().backward()
+        engine(with_negative).sum().backward()
+        for _ in range(2):
+            assert_close(engine(rows).detach(), net(rows).detach(), "output")
+        with torch.no_grad():  # each tensor of the replica has memory of its own again
+            net.listed[2].add_(1)
+            net.layer.weight.add_(1)
+        assert_close(engine(rows).detach(), net(rows).detach(), "output")
+
+
+class WritesAndFails(Holds):
+    fails = False
+    value = None
+
+    def forward(self, rows):
+        if self.value is not None:
+            self.listed[3].data.fill_(self.value)
+        if self.fails:
+            self.listed[3].add_(1)
+            self.named["7"].zero_()
+            raise LookupError("mine")
+        return super().forward(rows)
+
+
+@pytest.mark.parametrize("writer", ["the loop", "forward"])
+def test_failed_call_restores_uncounted_writes(layout, writer):
+    """The copy of the first replica, which nobody calls, follows such writes."""
+    net = build(WritesAndFails)
+    with ScatterOnceParallel(net, device_ids=layout, verify=False) as engine:
+        for value in (2, 3):
+            if writer == "the loop":
+                net.listed[3].data.fill_(value)
+                as_numpy(net.named["7"]).fill(value)
+            else:
+                net.value = value
+            engine(FOUR).sum().backward()
+        net.value = None
+        engine(FOUR)
+        before = [tensor.clone() for tensor in (net.listed[3], net.named["7"])]
+        net.fails = True
+        with pytest.raises(LookupError, match="mine"):
+            engine(FOUR)
+        assert bits(net.listed[3]) == bits(before[0])
+        assert bits(net.named["7"]) == bits(before[1])
+
+
 def bits(tensor):
     return as_bytes(tensor).tolist()
 

@@ -187,7 +187,7 @@ _MEASURED: list[tuple[str, str, str, Callable[[Any], str]]] = [
     ),
     (
         "fixed_cost/own-cost.json",
-        "the same with one more sub-step on each of the two replicas: added to the row above",
+        "what each further sub-step per replica adds to the row above",
         "two more sub-steps of a plain loop",
         _microseconds_in_row(1, 1),
     ),

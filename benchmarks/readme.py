@@ -187,8 +187,8 @@ _MEASURED: list[tuple[str, str, str, Callable[[Any], str]]] = [
     ),
     (
         "fixed_cost/own-cost.json",
-        "what each further sub-step per replica adds to the row above",
-        "two more sub-steps of a plain loop",
+        "each further sub-step of the two replicas",
+        "two further sub-steps of the plain loop",
         _microseconds_in_row(1, 1),
     ),
 ]

@@ -187,7 +187,7 @@ _MEASURED: list[tuple[str, str, str, Callable[[Any], str]]] = [
     ),
     (
         "fixed_cost/own-cost.json",
-        "each further sub-step of the two replicas",
+        "one further sub-step on each of the two replicas",
         "two further sub-steps of the plain loop",
         _microseconds_in_row(1, 1),
     ),

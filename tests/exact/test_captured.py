@@ -537,11 +537,11 @@ def test_hook_that_comes_later_is_seen():
 UNSEEN = [
     f"more than {LONGEST_CHAIN} levels",
     f"more than {MAX_ENTRIES:,} entries",
-    "global variables of a library",
+    "a global variable of a library",
     "`sys.modules`",
     "`os.environ`",
     "`functools.lru_cache`",
-    "weak references",
+    "a weak reference",
     "inside of a context variable",
     "NumPy",
     "the clock",

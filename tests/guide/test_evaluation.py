@@ -15,8 +15,25 @@ from scatterpar import ScatterOnceParallel
 
 SECTIONS = sections("docs/recipes.md")
 (CLASSIFIER,) = blocks(SECTIONS["Evaluate"], "python")
-(LANGUAGE,) = blocks(SECTIONS["Perplexity of a language model"], "python")
-(MEMORY,) = blocks(SECTIONS["Memory of an evaluation"], "python")
+(MEMORY,) = blocks(SECTIONS["Batches that do not fit"], "python")
+# The page says in a sentence how this program differs from CLASSIFIER.
+LANGUAGE = """
+import math
+
+from scatterpar import count_labels
+
+count = count_labels()
+engine.eval()
+total, number = 0.0, 0
+with torch.no_grad():
+    for words, labels in loader:
+        loss = engine.loss(words, labels, criterion, count=count)
+        counted = int(count(words, labels))
+        total += loss.item() * counted
+        number += counted
+engine.train()
+print(f"perplexity {math.exp(total / number):.3f}")
+"""
 ROWS, FEATURES, CLASSES, LENGTH = 27, 4, 3, 6
 
 
@@ -66,6 +83,10 @@ def test_language_model_as_plain_torch(devices, capsys):
     assert found == [pytest.approx(math.exp(loss), abs=1e-3)]
 
 
+def in_eights(*tensors):
+    return zip(*(tensor.split(8) for tensor in tensors), strict=True)
+
+
 class Captioner(nn.Linear):
     """Has memory for 8 rows in training, and for 2 in ``generate``."""
 
@@ -81,7 +102,7 @@ class Captioner(nn.Linear):
 
 
 @pytest.mark.filterwarnings('ignore:accum="auto"')
-def test_memory_snippet_as_plain_torch():
+def test_memory_snippet_as_plain_torch(capsys):
     model = build(lambda: Captioner(FEATURES, CLASSES))
     images, labels = randn(32, FEATURES), randint(CLASSES, 32)
     criterion = nn.CrossEntropyLoss()
@@ -89,6 +110,11 @@ def test_memory_snippet_as_plain_torch():
     names |= {"criterion": criterion, "ScatterOnceParallel": ScatterOnceParallel}
     exec(MEMORY, names)
     engine = names["engine"]
+    assert str(engine.last_step.plan) in capsys.readouterr().out
+    found = [parameter.grad for parameter in model.parameters()]
+    loss = sum(criterion(model(x), y) / 4 for x, y in in_eights(images, labels))
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    torch.testing.assert_close(found, list(expected))
     assert len(engine.plan(32).shares[0].micro_batches) == 4
     with torch.no_grad():
         scores = model(images)

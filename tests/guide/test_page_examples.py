@@ -46,7 +46,6 @@ GRAPHS = [
     {"x": randn(n, 4, seed=n), "edges": randint(n, 2, 2 * n, seed=n)}
     for n in (3, 5, 2, 7, 1, 4, 6, 2, 3)
 ]
-MASKS[2], MASKS[5, :4] = -100, -100  # images without a labelled pixel
 
 
 def padded(words, rows, length, seed):
@@ -100,11 +99,39 @@ def encode_and_decode(model, images):
     return mean.tanh(), mean, log_variance
 
 
-def two_parts():
-    body = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
-    return Of(
-        lambda model, x: model.head(model.body(x)), body=body, head=nn.Linear(6, 3)
-    )
+class Translator(nn.Module):
+    """Makes its masks of padding from the rows of the micro-batch."""
+
+    def __init__(self, words=20, width=8):
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.layers = nn.Transformer(width, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(width, words)
+
+    def forward(self, source, target):  # [rows, length] each
+        later = torch.ones(target.shape[1], target.shape[1], device=target.device)
+        hidden = self.layers(
+            self.words(source),
+            self.words(target),
+            tgt_mask=later.triu(1).bool(),
+            src_key_padding_mask=source == 0,
+            tgt_key_padding_mask=target == 0,
+            memory_key_padding_mask=source == 0,
+        )
+        return self.head(hidden)
+
+
+class SupCon(nn.Module):
+    """Features ``[rows, views, width]``, and a label per row."""
+
+    def forward(self, features, labels, temperature=0.1):
+        kinds = labels.repeat_interleave(features.shape[1])
+        flat = features.flatten(0, 1)
+        itself = torch.eye(len(flat), dtype=torch.bool, device=flat.device)
+        alike = (kinds[:, None] == kinds) & ~itself
+        scores = (flat @ flat.T / temperature).masked_fill(itself, -torch.inf)
+        logs = scores.log_softmax(1).masked_fill(~alike, 0)
+        return -(logs.sum(1) / alike.sum(1)).mean()
 
 
 class Speaker(nn.Module):
@@ -185,7 +212,6 @@ GIVEN = {
     },
     "Numbers to log": {"model": lambda: Of(encode_and_decode, linear=nn.Linear(4, 8))},
     "Your own Dataset": {"dataset": TensorDataset(IMAGES, LABELS)},
-    "Freezing and unfreezing parts": {"two_parts": two_parts},
     "Half-precision parameters": {"half": build(classifier).bfloat16()},
     "Segmentation with a Dice loss": {
         "model": lambda: nn.Conv2d(1, 3, 3, padding=1),
@@ -201,6 +227,7 @@ GIVEN = {
         "texts": [randint(9, 1 + 7 * row % 5, seed=row) + 1 for row in range(25)],
     },
     "Translation: two texts, padding and masks": {
+        "model": Translator,
         "translations": [
             (padded(20, 9, 7, seed=n), padded(20, 9, 6, seed=n + 5)) for n in (1, 2)
         ],
@@ -220,6 +247,7 @@ GIVEN = {
         "first": randn(9, 4),
         "second": randn(9, 4, seed=1),
         "labels": torch.arange(9) % 3,
+        "supcon": SupCon(),
     },
     "Graphs": {
         "graphs": GRAPHS,
@@ -276,16 +304,9 @@ OWN = {
     "Save and resume",
     # in test_evaluation.py
     "Evaluate",
-    "Perplexity of a language model",
-    "Memory of an evaluation",
+    "Batches that do not fit",
 }
-COMPILED = "Compiled models"  # torch's compiler takes a second
-ALL = [
-    pytest.param(page, title, marks=[pytest.mark.slow] if title == COMPILED else [])
-    for page in PAGES
-    for title in PAGES[page]
-    if title not in OWN
-]
+ALL = [(page, title) for page in PAGES for title in PAGES[page] if title not in OWN]
 
 
 @pytest.fixture
@@ -324,7 +345,7 @@ def follow(monkeypatch, tmp_path):
         common |= {"images": IMAGES, "labels": LABELS[:rows], "loader": LOADER}
         common["device_ids"] = ["cpu:0", "cpu:1"]
         for name, value in list(names.items()):
-            if isinstance(value, nn.Module):
+            if isinstance(value, nn.Module) and list(value.parameters()):
                 prefix = "" if name == "model" else f"{name}_"
                 common[f"{prefix}optimizer"] = torch.optim.SGD(
                     value.parameters(), 0.1, 0.9
@@ -340,8 +361,6 @@ def follow(monkeypatch, tmp_path):
             if f"{name}." in code and not is_made and isinstance(trained, nn.Module):
                 names[name] = Checked(trained, 2, names["device_ids"])
         for code in PAGES[page][title]:
-            if "dice_and_pixels" in code:
-                names["masks"] = MASKS  # a class per pixel
             exec(code, names)
         return names
 
@@ -352,7 +371,6 @@ def follow(monkeypatch, tmp_path):
 
 
 @pytest.mark.draws
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's
 @pytest.mark.parametrize(("page", "title"), ALL)
 def test_gradients_of_section_as_plain_torch(page, title, follow, capsys):
     names = follow(page, title)

@@ -28,9 +28,10 @@ START = blocks(read("docs/start.md"), "python")
 # --- debug ---
 
 DEBUG = read("docs/debugging.md")
-FAILS, ALONE, WITH_ONE_REPLICA, NOT_FINITE, BAD_ROWS, ANOMALY, CHECK, LOG = blocks(
+FAILS, ALONE, WITH_ONE_REPLICA, NOT_FINITE, BAD_ROWS, ANOMALY, LOG = blocks(
     DEBUG, "python"
 )
+CHECK = "print(engine.check(images, labels, criterion))"
 FAILURE, NOTE_OF_NAN = blocks(DEBUG, "text")
 
 
@@ -64,6 +65,7 @@ def test_error_and_notes_as_on_the_page(names):
 def test_nan_row_anomaly_and_check_are_shown(names, capsys):
     run(ANOMALY, names)
     names["engine"] = ScatterOnceParallel(names["model"], 4, ["cpu"] * 2)
+    assert f"`{CHECK}`" in DEBUG
     run(CHECK, names)
     assert "only rounding differs" in capsys.readouterr().out
     run(NOT_FINITE, names)

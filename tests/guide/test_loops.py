@@ -1,4 +1,4 @@
-"""The snippets of docs/loops.md: each trains as the same loop does on one device."""
+"""The loops of docs/loops.md: each trains as the same loop does on one device."""
 
 from __future__ import annotations
 
@@ -62,7 +62,72 @@ def of_monai():
     return {"loader": DataLoader(rows, 16), "model": model}
 
 
-# By section: the library, and what its snippet takes for granted.
+# Loops that have a row of the page, which says where the engine goes.
+PROGRAMS = {
+    "Fabric": """
+model = ScatterOnceParallel(model, device_ids=device_ids)
+model, optimizer = fabric.setup(model, optimizer)
+for images, labels in loader:
+    optimizer.zero_grad()
+    fabric.backward(criterion(model(images), labels))
+    optimizer.step()
+""",
+    "ignite": """
+from ignite.engine import create_supervised_trainer
+
+model = ScatterOnceParallel(model, device_ids=device_ids)
+trainer = create_supervised_trainer(model, optimizer, criterion)
+trainer.run(loader, max_epochs=2)
+""",
+    "skorch": """
+from skorch import NeuralNetClassifier
+
+net = NeuralNetClassifier(
+    ScatterOnceParallel(model, device_ids=device_ids),
+    criterion=nn.CrossEntropyLoss,
+    max_epochs=2,
+    lr=0.1,
+    train_split=None,
+    verbose=0,
+)
+net.fit(images, labels)
+""",
+    "MONAI": """
+from monai.engines import SupervisedTrainer
+
+trainer = SupervisedTrainer(
+    device=device,
+    max_epochs=2,
+    train_data_loader=loader,
+    network=ScatterOnceParallel(model, device_ids=device_ids),
+    optimizer=optimizer,
+    loss_function=criterion,
+)
+trainer.run()
+""",
+    "timm's train.py": """
+from timm.utils import NativeScaler
+
+model = ScatterOnceParallel(model, device_ids=device_ids)
+scaler = NativeScaler(device="cpu")
+for images, labels in loader:
+    optimizer.zero_grad()
+    loss = criterion(model(images), labels)
+    scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters())
+""",
+    "Scripts of diffusers": """
+unet = ScatterOnceParallel(model, device_ids=device_ids)
+for images, _ in loader:
+    noise = torch.randn_like(images)
+    times = torch.randint(0, 1000, (len(images), 1))
+    noisy = images + noise * times / 1000
+    loss = nn.functional.mse_loss(unet(noisy), noise[:, :3])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+}
+# By section or row: the library, and what its loop takes for granted.
 LOOPS = {
     "accelerate": ("accelerate", dict),
     "Fabric": ("lightning", of_fabric),
@@ -86,7 +151,7 @@ def trained(title, wrapper):
     names["optimizer"] = torch.optim.SGD(parameters, 0.1)
     names["ScatterOnceParallel"] = wrapper
     with seeded(3):
-        run_snippet(SNIPPETS[title][0], names)
+        run_snippet(PROGRAMS.get(title) or SNIPPETS[title][0], names)
     return parameters
 
 
@@ -98,7 +163,7 @@ def needs(title):
 
 
 @pytest.mark.parametrize("title", map(needs, LOOPS))
-def test_snippet_trains_as_one_device(title):
+def test_loop_trains_as_one_device(title):
     import_torchvision_first()
     engines = []
 

@@ -126,7 +126,7 @@ class ReplicasOfCall:
             if reads_values:
                 comparison = broadcast.compare()
                 present = comparison.versions
-                broadcast.send_changed(transfers, comparison)
+                changed = broadcast.send_changed(transfers, comparison)
                 self.gradients.were_added = False
             else:
                 present = versions(replica_set.tensors)
@@ -135,14 +135,18 @@ class ReplicasOfCall:
                     written = {n for n, (now, before) in pairs if now != before}
                     changed = written | self._unseen
                     broadcast.send_written(present, self._unseen, transfers)
+            # All that differs was sent to other memories, if there are any.
+            has_sent = len(broadcast.memories) > 1
             for number, replica in enumerate(replica_set.replicas):
                 # Calls of the first one are those of the user's module, but steps call
                 # it, and it uses the memory of the user's parameters.
+                was_called = number > 0 or is_other or not are_in_place
                 replica.reset_written(
                     changed,
                     uncounted=self._unseen,
                     reads_values=reads_values,
-                    may_be_rebound=number > 0 or is_other or not are_in_place,
+                    has_all_changed=has_sent and not was_called,
+                    was_called=was_called,
                 )
                 # So the first one need not be asked for writes of parameters.
                 replica.was_called = number > 0

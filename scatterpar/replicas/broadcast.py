@@ -254,13 +254,16 @@ class Broadcast:
         differences = master.differences(copies)
         return CopyComparison(present, compared, master, differences)
 
-    def send_changed(self, transfers: Transfers, comparison: CopyComparison) -> None:
+    def send_changed(
+        self, transfers: Transfers, comparison: CopyComparison
+    ) -> Set[int]:
         """Send the master's values of changed tensors, after ``compare``.
 
-        The tensors are where ``adopt_storages`` has found them.
+        The tensors are where ``adopt_storages`` has found them. Returns the numbers of
+        those that were sent.
         """
         if not self._copies:
-            return
+            return frozenset()
         present = comparison.versions
         unchanged: set[int] = set()
         if comparison.fingerprints is not None:
@@ -283,6 +286,7 @@ class Broadcast:
         # Last: if a copy failed, all are sent again.
         self._sent = dict(enumerate(present))
         self._last = comparison
+        return changed
 
     def send_written(
         self, present: Sequence[int], unseen: Set[int], transfers: Transfers

@@ -681,12 +681,13 @@ class Replica(ModuleCopy):
                 and id(replica_set.tensors[number]) not in computed
             ):
                 compared[number] = source
-        # Numbers, the replica's tensors, and their sources.
-        self._read_together: list[tuple[list[int], list[Tensor], list[Tensor]]] = []
+        are_copies = device != replica_set.broadcast.memories[0]
+        self._read_together: list[_ReadTogether] = []
         for numbers in read_together(compared):
             own = [self.tensors[number] for number in numbers]
             of_group = [self._source_of[number] for number in numbers]
-            self._read_together.append((numbers, own, of_group))
+            group = _ReadTogether(numbers, own, of_group, are_copies=are_copies)
+            self._read_together.append(group)
         self._uncompared = self._source_of.keys() - compared.keys()
         super().__init__(replica_set.contents, self.tensors, replica_set.compiler)
         self.modules = [self.copy_of(module) for module in replica_set.modules]
@@ -757,40 +758,40 @@ class Replica(ModuleCopy):
         *,
         uncounted: Set[int],
         reads_values: bool,
-        may_be_rebound: bool,
+        has_all_changed: bool,
+        was_called: bool,
     ) -> None:
-        """Undo what a forward pass rebound, if there ``may_be`` such, and copy the
-        sources of buffers.
+        """Copy the sources of buffers, and undo what forward passes have rebound and
+        written, if it ``was_called``.
 
         Copied are those of ``changed``, by number, and those that the replica has
-        written; with ``reads_values`` all, as by ``reset``. A graph that has saved a
-        buffer stays valid, except for values that the replica itself has written and
-        that are overwritten here: then torch refuses its backward pass. Those of
-        ``uncounted`` are running statistics, whose writes torch does not count, either.
+        written; with ``reads_values`` all that differ from their sources. The small
+        ones are not read for that if ``changed`` ``has_all_changed``. A graph that has
+        saved a buffer stays valid, except for values that the replica itself has
+        written and that are overwritten here: then torch refuses its backward pass.
+        Those of ``uncounted`` are running statistics, whose writes torch does not
+        count, either.
         """
-        if may_be_rebound:
+        stale: set[int] = set(changed)
+        counted: set[int] = set()
+        if was_called:
             is_same = self.state.unchanged()
             # Nothing is written where a replica reads, unless something has changed.
             if changed or reads_values:
                 is_same = is_same and self.is_in_place()
             if not is_same:
                 self._rebind()
-        elif not changed and not reads_values:
-            return
-        own = self._own_tensors
-        present = versions(own)
-        stale: set[int] = set(changed)
-        counted: set[int] = set()
-        if present != self._own_versions:
-            pairs = zip(self._own, present, self._own_versions, strict=True)
-            own_writes = {number for number, now, at_reset in pairs if now != at_reset}
-            stale |= own_writes
-            counted.update(filter(self._may_differ, own_writes - uncounted))
+            present = versions(self._own_tensors)
+            if present != self._own_versions:
+                pairs = zip(self._own, present, self._own_versions, strict=True)
+                own_writes = {number for number, now, before in pairs if now != before}
+                stale |= own_writes
+                counted.update(filter(self._may_differ, own_writes - uncounted))
         large: dict[int, LargeCopy] = {}
         for number, large_copy in zip(self._large_numbers, self.large, strict=True):
             if number in stale or (reads_values and large_copy.find_difference()):
                 large[number] = large_copy
-        if reads_values:
+        if reads_values and not has_all_changed:
             stale |= self._differing()
         numbers = sorted(stale & self._source_of.keys())
         overwritten = {*numbers, *large}
@@ -804,7 +805,7 @@ class Replica(ModuleCopy):
             copy_each(targets, sources, self._messages if are_all else None)
             for large_copy in large.values():
                 large_copy.copy_source()
-        self._own_versions = versions(own)
+        self._own_versions = versions(self._own_tensors)
 
     def _differing(self) -> set[int]:
         """The numbers of small buffers that may have other bits than their sources."""
@@ -812,12 +813,8 @@ class Replica(ModuleCopy):
         if is_async(self.device):
             return set(self._source_of)
         differing = set(self._uncompared)
-        for numbers, own, sources in self._read_together:
-            words = words_of(own)
-            words_of_sources = words_of(sources)
-            if not torch.equal(words, words_of_sources):
-                are_different = to_numbers((words != words_of_sources).any(1))
-                differing.update(compress(numbers, are_different))
+        for group in self._read_together:
+            differing |= group.differing()
         return differing
 
     def _may_differ(self, number: int) -> bool:
@@ -921,6 +918,51 @@ class Replica(ModuleCopy):
                 tensor.requires_grad_(is_trained)
                 if is_trained:
                     tensor.grad_dtype = slot.sum_dtype
+
+
+class _ReadTogether:
+    """Small buffers of one dtype and shape, which are compared with their sources.
+
+    Args:
+        numbers: their numbers.
+        tensors: the replica's.
+        sources: where their values come from.
+        are_copies: whether the sources are copies that only ``Broadcast`` writes, and
+            torch counts how often.
+    """
+
+    def __init__(
+        self,
+        numbers: list[int],
+        tensors: list[Tensor],
+        sources: list[Tensor],
+        *,
+        are_copies: bool,
+    ) -> None:
+        self._numbers = numbers
+        self._tensors = tensors
+        self._sources = sources
+        self._are_copies = are_copies
+        self._words_of_sources: Tensor | None = None
+        self._versions: list[int] = []  # of the sources when their words were read
+
+    def differing(self) -> set[int]:
+        """The numbers of those with other bits than their sources."""
+        words = words_of(self._tensors)
+        words_of_sources = self._present_words_of_sources()
+        if torch.equal(words, words_of_sources):
+            return set()
+        are_different = to_numbers((words != words_of_sources).any(1))
+        return set(compress(self._numbers, are_different))
+
+    def _present_words_of_sources(self) -> Tensor:
+        if not self._are_copies:  # the user may write through ``.data``
+            return words_of(self._sources)
+        present = versions(self._sources)
+        if self._words_of_sources is None or present != self._versions:
+            self._words_of_sources = words_of(self._sources)
+            self._versions = present
+        return self._words_of_sources
 
 
 def parameter_like(original: Tensor, values: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ CASES = {
 COLUMNS = (
     "loss and batch",
     "`nn.DataParallel`",
-    "plain loop, divided by 4",
+    "plain loop",
     "DDP, 2 processes",
     "scatterpar",
 )

@@ -158,12 +158,6 @@ _MEASURED: list[tuple[str, str, str, Callable[[Any], str]]] = [
         "two sub-steps of a plain loop",
         _microseconds_in_row(0, 1),
     ),
-    (
-        "fixed_cost/own-cost.json",
-        "one further sub-step on each of the two replicas",
-        "two further sub-steps of the plain loop",
-        _microseconds_in_row(1, 1),
-    ),
 ]
 
 

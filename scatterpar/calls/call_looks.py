@@ -379,9 +379,9 @@ def _entry_at(output: Any, position: int) -> str:
 def _number_without_rule(name: str, words: Sequence[str]) -> str:
     """The text of a warning."""
     return in_lines(
-        f"{name} is none of these: {', '.join(words)}. You get the mean of the "
-        "micro-batches' numbers, weighted by their rows. It differs from the number "
-        "of all rows.",
+        f"{name} is none of these: {', '.join(words)}. You get the mean of "
+        "this number over the micro-batches, weighted by their rows. The number of "
+        "all rows is another one.",
         _WAYS_OUT_OF_CALLS,
     )
 

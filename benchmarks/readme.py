@@ -21,7 +21,7 @@ ROOT = HERE.parent
 
 MODELS = {"cnn": "small CNN", "mlp": "MLP", "resnet20": "ResNet-20"}
 PEERS = {
-    "a plain loop with 32 micro-batches of 128 rows (scatterpar: 16 on each of 2 replicas)": [
+    "a plain loop with 32 micro-batches of 128 rows (scatterpar: 16 micro-batches on each of 2 replicas)": [
         "plain loop, 32 sub-steps"
     ],
     "`nn.DataParallel` in a loop with 16 micro-batches of 256 rows (on a CPU it only calls the module)": [

@@ -921,8 +921,8 @@ def _has_no_entry(gradient: Tensor) -> bool:
 
 
 _PARTLY_SELECTED = (
-    "torch.autograd.grad (or backward(inputs=…)) of a module's parameters inside of "
-    "no_sync() would have only the part of replica 0; call torch.autograd.grad outside "
+    "torch.autograd.grad (or backward(inputs=…)) inside of no_sync() would give only "
+    "replica 0's part of the gradients of parameters; call torch.autograd.grad outside "
     "of no_sync()"
 )
 

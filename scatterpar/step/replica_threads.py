@@ -247,9 +247,6 @@ class ReplicaNote(contextlib.AbstractContextManager["ReplicaNote"]):
         if self.sub_step is not None:
             rows = share.rows_of(self.sub_step)
             where += f", sub-step {self.sub_step}"
-            sub_steps = len(share.micro_batches)
-            if sub_steps > 1:
-                where += f" of {sub_steps}"
             where += f", {_named(rows)}"
         add_note(error, f"{where} (numbers begin at 0)")
         # The class is asked first: the text of a user's own error may raise another.

@@ -77,8 +77,7 @@ class ShareLosses:
                     raise FloatingPointError(
                         f"the loss is {loss} in replica {self._share.replica} on "
                         f"{self._share.device}, sub-step {sub_step}; nothing was "
-                        "changed. Check the rows that the note at the end of this "
-                        "error names"
+                        "changed. The note below names the rows to check"
                     )
             if not self._has_numbers:
                 return total, _NO_NUMBERS

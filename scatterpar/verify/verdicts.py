@@ -396,8 +396,9 @@ def _refused_combination(results: LookResults, remedy: str) -> Verdict:
         sizes_of_parts += " + …"
     problem = (
         f"{name_of_loss(results.request)}: your loss of {results.num_rows} rows is not "
-        f"the {results.request.reduction} of the losses of {sizes_of_parts} rows: the "
-        f"gradient would be {_size_of(results.difference)}."
+        f"the {results.request.reduction} of the losses of "
+        f"{sizes_of_parts} rows (the same rows, in parts): the gradient would be "
+        f"{_size_of(results.difference)}."
     )
     verdict = _refused(problem, remedy, *other_remedies(results, remedy))
     # Calls, and the pair, show it with remedies of their own.

@@ -54,7 +54,7 @@ def test_note_names_consecutive_rows(devices, whole_batch, row, accum, sub_step,
 
 @pytest.mark.contract
 def test_words_of_a_note():
-    words = "in replica 1 on cpu:1, sub-step 2 of 4, rows 8 to 9 (numbers begin at 0)"
+    words = "in replica 1 on cpu:1, sub-step 2, rows 8 to 9 (numbers begin at 0)"
     assert note_of(1, "cpu:1", 2, sub_steps=4, rows=range(8, 10)) == words
     words = "in replica 0 on cpu, sub-step 0, row 6 (numbers begin at 0)"
     assert note_of(0, "cpu", 0, rows=range(6, 7)) == words

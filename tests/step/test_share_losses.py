@@ -51,7 +51,7 @@ def test_loss_that_is_not_finite_names_its_sub_step(value):
         share.read()
     (note,) = caught.value.__notes__
     assert note.startswith(beginning_of_note(0, HOST))
-    assert "sub-step 1 of 2, row 1" in note
+    assert "sub-step 1, row 1" in note
 
 
 @pytest.mark.parametrize("options", [{}, {"whole_batch": True}], ids=str)

@@ -88,7 +88,8 @@ class Transfers:
 
 
 class Prefetcher(Transfers):
-    """Copies to one device ahead of use, requested by the thread that computes there.
+    """Copies to one device ahead of use, requested by the thread that computes there,
+    or before that by the caller's.
 
     ::
 

@@ -330,8 +330,8 @@ def _names_to_log(outcome: Outcome) -> list[str]:
     names = sorted(outcome.logged)
     if len(names) > MAX_LOGGED:
         raise ValueError(
-            f"the criterion returned {len(names)} numbers to log, and ranks add up "
-            f"at most {MAX_LOGGED}; return fewer numbers"
+            f"the criterion returned {len(names)} numbers to log. With several "
+            f"processes at most {MAX_LOGGED} are possible; return fewer numbers"
         )
     return names
 

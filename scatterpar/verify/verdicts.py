@@ -478,7 +478,7 @@ def _unknown(results: LookResults, _: Finding) -> Verdict:
     if not results.request.is_mean:
         cause = (
             "If the loss adds something that does not depend on the rows, such as a "
-            "penalty on weights, add it to the joined loss"
+            "penalty on weights, add it after the call"
         )
         example = "(engine.loss(…) + penalty(model)).backward()"
         verdict = _refused_combination(results, f"{cause}: {example}.")

@@ -260,11 +260,11 @@ NOT_JOINED = {
     ),
     "a mean over the square of the rows": (
         lambda self, rows: self.net(rows).mean() / len(rows),
-        "add it to the joined loss.",
+        "add it after the call.",
     ),
     "a square": (
         lambda self, rows: self.net(rows).sum() ** 2,
-        "add it to the joined loss.",
+        "add it after the call.",
     ),
 }
 

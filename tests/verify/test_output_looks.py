@@ -70,7 +70,7 @@ REFUSED = {  # a criterion, its targets, options, the remedy
         penalised,
         LABELS,
         {"reduction": "sum"},
-        "does not depend on the rows, .*, add it to the joined loss\\.",
+        "does not depend on the rows, .*, add it after the call\\.",
     ),
     "a wrong count": (
         nn.MSELoss(),

@@ -136,8 +136,8 @@ def _microseconds_in_row(number: int, column: int) -> Callable[[Any], str]:
 _MEASURED: list[tuple[str, str, str, Callable[[Any], str]]] = [
     (
         "many_cards/launchers.json",
-        "time of a step with nearly no computation in two processes with 4 replicas each",
-        "the same in one process with 8 replicas",
+        "time of a step in two processes with 4 replicas each (the model computes almost nothing)",
+        "time of this step in one process with 8 replicas",
         _of_two_launchers,
     ),
     (

@@ -228,7 +228,7 @@ _CONSTANT = (
     "of the whole batch in plain torch"
 )
 _BY_RANKS = (
-    "if the loss is divided by a count of all ranks, or computed from gathered "
+    "if the loss is divided by a count over all ranks, or computed from gathered "
     "outputs, multiply it by the number of ranks, because DDP averages."
 )
 _OVER_RANKS = (

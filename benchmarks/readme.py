@@ -142,7 +142,7 @@ _MEASURED: list[tuple[str, str, str, Callable[[Any], str]]] = [
     ),
     (
         "memory/look.json",
-        "the peak memory of a step with a check, float32",
+        "the peak memory of a step with the check before it, float32",
         "the same step without",
         _times_in_row(0, 2),
     ),

@@ -197,8 +197,8 @@ def _effect_on_optimizers(finding: Finding) -> str:
 
 
 _HIDDEN_BY_ADAM = (
-    " Adam hides this factor, and so does clipping: training may look right. If the "
-    "loop adds a second loss without this factor, the ratio of the two losses is wrong."
+    " Adam hides this factor, and so does clipping: training may look right. If only "
+    "one of two losses has this factor, their ratio is wrong."
 )
 _BATCH_NORM = Cause(
     "batch normalisation",

@@ -105,7 +105,7 @@ def _refuse_operator(operator: Any, *args: Any, **kwargs: Any) -> Any:
         with random_key_off():
             return operator(*args, **kwargs)
     raise RuntimeError(
-        f"{operator.name()}: torch's control flow traces its branches in every call, "
-        "and torch cannot trace in several threads; use one replica, or compute all "
+        f"{operator.name()}: torch's operators for control flow trace their "
+        "branches in every call, and torch cannot trace in several threads; use one replica, or compute all "
         "branches and choose with torch.where"
     )

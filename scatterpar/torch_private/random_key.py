@@ -106,6 +106,6 @@ def _refuse_operator(operator: Any, *args: Any, **kwargs: Any) -> Any:
             return operator(*args, **kwargs)
     raise RuntimeError(
         f"{operator.name()}: torch's operators for control flow trace their "
-        "branches in every call, and torch cannot trace in several threads; use one replica, or compute all "
-        "branches and choose with torch.where"
+        "branches in every call, and torch cannot trace in several threads; use one "
+        "replica, or compute all branches and choose with torch.where"
     )

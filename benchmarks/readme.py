@@ -142,14 +142,14 @@ _MEASURED: list[tuple[str, str, str, Callable[[Any], str]]] = [
     ),
     (
         "memory/look.json",
-        "the peak memory of a step with the check before it, float32",
-        "the same step without",
+        "peak memory of a step that is checked, float32",
+        "a step without a check",
         _times_in_row(0, 2),
     ),
     (
         "memory/look.json",
-        "the same, bfloat16",
-        "the same step without",
+        "peak memory of a step that is checked, bfloat16",
+        "a step without a check",
         _times_in_row(2, 2),
     ),
     (

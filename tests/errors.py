@@ -2,7 +2,8 @@
 
 ``python -m tests.errors`` prints the messages that the page lacks, and the words of rows
 that no message has. The page is written by hand: a row has the words by which a user
-finds a message, and a link to the section that explains it.
+finds a message, and a link to the section that explains it. Messages that no section
+explains are in ``tests/unexplained_errors.md``.
 
 Messages are read from the sources: the texts of errors, warnings and notes. Values are
 shown as ``…``. Messages on a value of a wrong type are left out: they say all.
@@ -22,6 +23,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "scatterpar"
 PAGE = ROOT / "docs" / "errors.md"
+# Messages that no section of the guide explains.
+UNEXPLAINED = ROOT / "tests" / "unexplained_errors.md"
 # Classes of errors that a user sees.
 ERRORS = {
     "AttributeError",
@@ -216,11 +219,12 @@ def messages() -> Iterator[Message]:
 
 
 def phrases() -> list[str]:
-    """The words of messages on the page."""
+    """The words of messages on the page, and of those that nothing explains."""
     found: list[str] = []
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
-        if line.startswith("| `"):
-            found += ["".join(pair) for pair in PHRASE.findall(line)]
+    for page in (PAGE, UNEXPLAINED):
+        for line in page.read_text(encoding="utf-8").splitlines():
+            if line.startswith("| `"):
+                found += ["".join(pair) for pair in PHRASE.findall(line)]
     return found
 
 

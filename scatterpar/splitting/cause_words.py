@@ -197,8 +197,9 @@ def _effect_on_optimizers(finding: Finding) -> str:
 
 
 _HIDDEN_BY_ADAM = (
-    " Adam hides this factor, and so does clipping: training may look right. If only "
-    "one of two losses has this factor, their ratio is wrong."
+    " Adam hides this factor, and so does clipping: training may look right. A "
+    "second loss in the same step may lack the factor: then the ratio of the losses is "
+    "wrong."
 )
 _BATCH_NORM = Cause(
     "batch normalisation",

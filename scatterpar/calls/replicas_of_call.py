@@ -122,31 +122,34 @@ class ReplicasOfCall:
             is_other = seen != seen_before
             reads_values = is_other or is_read_again
             changed: Set[int] = frozenset()
+            # Whether it has all that differ from the copies of the first replica.
+            is_complete = not reads_values
             broadcast = replica_set.broadcast
             if reads_values:
                 comparison = broadcast.compare()
                 present = comparison.versions
-                changed = broadcast.send_changed(transfers, comparison)
+                sent = broadcast.send_changed(transfers, comparison)
+                # Those copies get the same values as other memories.
+                is_complete = sent is not None
+                changed = sent or changed
                 self.gradients.were_added = False
             else:
                 present = versions(replica_set.tensors)
                 if present != self._versions or self._unseen:
                     pairs = enumerate(zip(present, self._versions, strict=True))
                     written = {n for n, (now, before) in pairs if now != before}
-                    changed = written | self._unseen
+                    changed = broadcast.with_sharing(written | self._unseen)
                     broadcast.send_written(present, self._unseen, transfers)
-            # All that differs was sent to other memories, if there are any.
-            has_sent = len(broadcast.memories) > 1
             for number, replica in enumerate(replica_set.replicas):
                 # Calls of the first one are those of the user's module, but steps call
                 # it, and it uses the memory of the user's parameters.
-                was_called = number > 0 or is_other or not are_in_place
+                may_be_written = number > 0 or is_other or not are_in_place
                 replica.reset_written(
                     changed,
                     uncounted=self._unseen,
                     reads_values=reads_values,
-                    has_all_changed=has_sent and not was_called,
-                    was_called=was_called,
+                    is_complete=is_complete and not may_be_written,
+                    may_be_written=may_be_written,
                 )
                 # So the first one need not be asked for writes of parameters.
                 replica.was_called = number > 0

@@ -112,6 +112,7 @@ class Broadcast:
         # To see later whether a tensor's storage, shape or strides were exchanged.
         self.places = list(map(Tensor.detach, self._tensors))
         self._addresses = addresses(self._tensors)
+        self._sharing = _sharing_storages(self._tensors)
         self.forms: Forms | None = None
         self._copies = {
             device: empty_like_on(self._tensors, device) for device in self.memories[1:]
@@ -153,6 +154,7 @@ class Broadcast:
         self._forget_flat()
         self.places = list(map(Tensor.detach, self._tensors))
         self._addresses = addresses(self._tensors)
+        self._sharing = _sharing_storages(self._tensors)
         self.forms = None
         return True
 
@@ -256,14 +258,15 @@ class Broadcast:
 
     def send_changed(
         self, transfers: Transfers, comparison: CopyComparison
-    ) -> Set[int]:
+    ) -> Set[int] | None:
         """Send the master's values of changed tensors, after ``compare``.
 
         The tensors are where ``adopt_storages`` has found them. Returns the numbers of
-        those that were sent.
+        those that were sent. Returns ``None`` if there is no other memory: then nothing
+        was compared.
         """
         if not self._copies:
-            return frozenset()
+            return None
         present = comparison.versions
         unchanged: set[int] = set()
         if comparison.fingerprints is not None:
@@ -299,7 +302,7 @@ class Broadcast:
         if not self._copies:
             return
         written = {n for n, sent in self._sent.items() if sent != present[n]}
-        changed = written.union(unseen)
+        changed = self.with_sharing(written.union(unseen))
         if len(self._sent) < len(present):
             changed = set(range(len(present)))
         if not changed:
@@ -309,6 +312,17 @@ class Broadcast:
         self.forget_moved()
         self._send_from(self.memories[0], changed, transfers)
         self._sent = sent | {number: present[number] for number in changed}
+
+    def with_sharing(self, written: Set[int]) -> Set[int]:
+        """The numbers of ``written`` tensors, and of all that share memory with one.
+
+        Torch may count the write for one of them only, as for a weight and
+        ``weight.data``.
+        """
+        numbers = set(written)
+        for number in self._sharing.keys() & written:
+            numbers |= self._sharing[number]
+        return numbers
 
     def _fingerprints(
         self,
@@ -433,6 +447,20 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
     except RuntimeError:  # of a subclass that consists of other tensors
         return []
     return present if all(present) else []
+
+
+def _sharing_storages(tensors: Sequence[Tensor]) -> Mapping[int, Set[int]]:
+    """By number of each tensor that shares its storage: the numbers of all in it."""
+    by_storage: dict[int, set[int]] = {}
+    for number, tensor in enumerate(tensors):
+        address = shareable_storage(tensor)
+        if address is not None:
+            by_storage.setdefault(address, set()).add(number)
+    sharing: dict[int, Set[int]] = {}
+    for numbers in by_storage.values():
+        if len(numbers) > 1:
+            sharing.update(dict.fromkeys(numbers, numbers))
+    return sharing
 
 
 def _layout(contents: ModuleContents) -> list[Any]:

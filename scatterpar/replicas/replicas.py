@@ -68,6 +68,8 @@ from scatterpar.torch_private.compiler import CompileFn
 from scatterpar.torch_private.tensors import version_counters_kept
 
 _TRAINING = attrgetter("training")
+# So many buffers take longer to read than their versions.
+_MANY = 16
 _HOOKS_OF_MODULE = [
     attrgetter(f"_{kind}_hooks")
     for kind in ("forward", "forward_pre", "backward", "backward_pre")
@@ -681,12 +683,15 @@ class Replica(ModuleCopy):
                 and id(replica_set.tensors[number]) not in computed
             ):
                 compared[number] = source
+        # Only ``Broadcast`` writes these, and torch counts the writes.
         are_copies = device != replica_set.broadcast.memories[0]
         self._read_together: list[_ReadTogether] = []
         for numbers in read_together(compared):
             own = [self.tensors[number] for number in numbers]
             of_group = [self._source_of[number] for number in numbers]
-            group = _ReadTogether(numbers, own, of_group, are_copies=are_copies)
+            # Else their words would need as much memory as they do.
+            keeps_words = are_copies and len(numbers) >= _MANY
+            group = _ReadTogether(numbers, own, of_group, keeps_words=keeps_words)
             self._read_together.append(group)
         self._uncompared = self._source_of.keys() - compared.keys()
         super().__init__(replica_set.contents, self.tensors, replica_set.compiler)
@@ -758,23 +763,23 @@ class Replica(ModuleCopy):
         *,
         uncounted: Set[int],
         reads_values: bool,
-        has_all_changed: bool,
-        was_called: bool,
+        is_complete: bool,
+        may_be_written: bool,
     ) -> None:
-        """Copy the sources of buffers, and undo what forward passes have rebound and
-        written, if it ``was_called``.
+        """Copy the sources of buffers. If the replica ``may_be_written``, also undo
+        what forward passes have rebound and written.
 
         Copied are those of ``changed``, by number, and those that the replica has
-        written; with ``reads_values`` all that differ from their sources. The small
-        ones are not read for that if ``changed`` ``has_all_changed``. A graph that has
-        saved a buffer stays valid, except for values that the replica itself has
-        written and that are overwritten here: then torch refuses its backward pass.
+        written; with ``reads_values`` all that differ from their sources. If
+        ``changed`` ``is_complete``, no small buffer has to be read for that. A graph
+        that has saved a buffer stays valid, except for values that the replica itself
+        has written and that are overwritten here: then torch refuses its backward pass.
         Those of ``uncounted`` are running statistics, whose writes torch does not
         count, either.
         """
         stale: set[int] = set(changed)
         counted: set[int] = set()
-        if was_called:
+        if may_be_written:
             is_same = self.state.unchanged()
             # Nothing is written where a replica reads, unless something has changed.
             if changed or reads_values:
@@ -791,7 +796,7 @@ class Replica(ModuleCopy):
         for number, large_copy in zip(self._large_numbers, self.large, strict=True):
             if number in stale or (reads_values and large_copy.find_difference()):
                 large[number] = large_copy
-        if reads_values and not has_all_changed:
+        if reads_values and not is_complete:
             stale |= self._differing()
         numbers = sorted(stale & self._source_of.keys())
         overwritten = {*numbers, *large}
@@ -927,8 +932,8 @@ class _ReadTogether:
         numbers: their numbers.
         tensors: the replica's.
         sources: where their values come from.
-        are_copies: whether the sources are copies that only ``Broadcast`` writes, and
-            torch counts how often.
+        keeps_words: whether the words of the sources are kept until torch has counted a
+            write to one of the sources.
     """
 
     def __init__(
@@ -937,12 +942,12 @@ class _ReadTogether:
         tensors: list[Tensor],
         sources: list[Tensor],
         *,
-        are_copies: bool,
+        keeps_words: bool,
     ) -> None:
         self._numbers = numbers
         self._tensors = tensors
         self._sources = sources
-        self._are_copies = are_copies
+        self._keeps_words = keeps_words
         self._words_of_sources: Tensor | None = None
         self._versions: list[int] = []  # of the sources when their words were read
 
@@ -956,7 +961,7 @@ class _ReadTogether:
         return set(compress(self._numbers, are_different))
 
     def _present_words_of_sources(self) -> Tensor:
-        if not self._are_copies:  # the user may write through ``.data``
+        if not self._keeps_words:
             return words_of(self._sources)
         present = versions(self._sources)
         if self._words_of_sources is None or present != self._versions:

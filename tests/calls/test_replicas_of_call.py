@@ -472,6 +472,48 @@ def test_unseen_write_of_earlier_values_is_undone(layout):
         assert_close(engine(rows).detach(), net(rows).detach(), "output")
 
 
+class Tied(nn.Module):
+    """Buffers in the memory of weights; torch counts writes of each separately."""
+
+    fails = False
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(randn(4, seed=n) for n in range(NUM_SMALL))
+        for number, weight in enumerate(self.weights):
+            self.register_buffer(f"tied{number}", weight.data)
+
+    def forward(self, rows):
+        if self.fails:
+            for buffer in self.buffers():
+                buffer.add_(1)
+            raise LookupError("mine")
+        for weight, buffer in zip(self.weights, self.buffers(), strict=True):
+            rows = rows * weight + buffer
+        return rows
+
+
+def test_buffers_in_memory_of_weights_follow_them(layout):
+    """A write of the weights is no write of the buffers, as torch counts it."""
+    net = build(Tied)
+    with ScatterOnceParallel(net, device_ids=layout, verify=False) as engine:
+        engine(FOUR).sum().backward()
+        engine(FOUR)
+        with torch.no_grad():
+            for weight in net.weights:
+                weight.mul_(0.5)
+        # No backward pass came before this call, so it reads no values.
+        assert_close(engine(FOUR).detach(), net(FOUR).detach(), "output")
+        for _ in range(2):
+            engine(FOUR).sum().backward()
+            assert_close(engine(FOUR).detach(), net(FOUR).detach(), "output")
+        before = [weight.detach().clone() for weight in net.weights]
+        net.fails = True
+        with pytest.raises(LookupError, match="mine"):
+            engine(FOUR)
+        assert all(map(torch.equal, net.weights, before))
+
+
 def bits(tensor):
     return as_bytes(tensor).tolist()
 

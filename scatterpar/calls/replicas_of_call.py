@@ -87,6 +87,7 @@ class ReplicasOfCall:
         self._versions: Sequence[int] = ()
         self._unseen: frozenset[int] = frozenset()
         self._seen: tuple[int, int] = (-1, -1)  # builds and sends
+        self._adoptions = 0  # of the broadcast
         self._has_told_of_hooks = False
         self._mode: Any = None  # of the last call: flags, and whether it had a graph
 
@@ -100,7 +101,6 @@ class ReplicasOfCall:
         self._seen = (-1, -1)
         # Tensors that are made in inference mode could not be trained later.
         with torch.inference_mode(False), torch.no_grad():
-            places = replica_set.broadcast.places
             if not self.shared_data.is_as_left():
                 replica_set.forget()
             replica_set.follow(
@@ -108,7 +108,8 @@ class ReplicasOfCall:
                 self.device_ids,
                 share=self.shared_data.share_removals,
             )
-            are_in_place = replica_set.broadcast.places is places
+            # Also in a step that has failed since, before it sent values.
+            are_in_place = replica_set.broadcast.adoptions == self._adoptions
             seen = replica_set.builds, replica_set.sends
             # Between training and evaluation a loop may swap values, through ``.data``.
             mode = replica_set.flags, is_recorded
@@ -155,6 +156,7 @@ class ReplicasOfCall:
                 replica.was_called = number > 0
             # Of before values were read: the next call sees a write meanwhile.
             self._versions = present
+            self._adoptions = broadcast.adoptions
             self._seen = seen
             unseen = set(map(id, written_unseen(replica_set.modules)))
             if unseen:
@@ -162,7 +164,9 @@ class ReplicasOfCall:
                 self._unseen = frozenset(n for n, t in numbers if id(t) in unseen)
             else:
                 self._unseen = frozenset()
-        self.gradients.connect(replica_set, workers)
+        # In inference mode torch leaves the copies connected, and says nothing.
+        with torch.inference_mode(False):
+            self.gradients.connect(replica_set, workers)
 
     def modules_of(self, module: Any, count: int) -> list[Any]:
         """A module, or a method of one, and its copies in the other replicas."""

@@ -89,6 +89,7 @@ class Broadcast:
         memories: the devices, each once; the master is the first.
         parameters: the numbers of the tensors that are parameters.
         places: aliases of the tensors as they were stored when they were adopted.
+        adoptions: how often that was.
         forms: those of the tensors when replicas last followed them.
     """
 
@@ -113,6 +114,7 @@ class Broadcast:
         self.places = list(map(Tensor.detach, self._tensors))
         self._addresses = addresses(self._tensors)
         self._sharing = _sharing_storages(self._tensors)
+        self.adoptions = 0
         self.forms: Forms | None = None
         self._copies = {
             device: empty_like_on(self._tensors, device) for device in self.memories[1:]
@@ -155,6 +157,7 @@ class Broadcast:
         self.places = list(map(Tensor.detach, self._tensors))
         self._addresses = addresses(self._tensors)
         self._sharing = _sharing_storages(self._tensors)
+        self.adoptions += 1
         self.forms = None
         return True
 

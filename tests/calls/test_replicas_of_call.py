@@ -472,6 +472,31 @@ def test_unseen_write_of_earlier_values_is_undone(layout):
         assert_close(engine(rows).detach(), net(rows).detach(), "output")
 
 
+def test_step_that_fails_hides_no_exchanged_storage(layout):
+    """It had found the storage, and failed before it sent the values."""
+    net = build(mlp)
+    criterion = nn.PReLU(device="meta")
+    with ScatterOnceParallel(net, device_ids=layout, verify=False) as engine:
+        engine(ROWS).sum().backward()
+        engine(ROWS)
+        net[0].weight.data = net[0].weight.data * 2
+        with pytest.raises(ValueError, match="is on meta"):
+            engine.forward_backward(ROWS, None, criterion)
+        assert_close(engine(ROWS).detach(), net(ROWS).detach(), "output")
+
+
+def test_freezing_is_followed_in_inference_mode(layout):
+    """Copies stayed connected there, and torch let nobody freeze them."""
+    net = build(mlp)
+    with ScatterOnceParallel(net, device_ids=layout, verify=False) as engine:
+        engine(ROWS).sum().backward()
+        net[0].requires_grad_(False)
+        with torch.inference_mode():
+            assert_close(engine(ROWS), net(ROWS), "output")
+        engine(ROWS).sum().backward()
+        assert net[0].weight.grad is not None  # that of the first backward pass
+
+
 class Tied(nn.Module):
     """Buffers in the memory of weights; torch counts writes of each separately."""
 

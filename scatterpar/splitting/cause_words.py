@@ -197,9 +197,8 @@ def _effect_on_optimizers(finding: Finding) -> str:
 
 
 _HIDDEN_BY_ADAM = (
-    " Adam hides this factor, and so does clipping: training may look right. A "
-    "second loss in the same step may lack the factor: then the ratio of the losses is "
-    "wrong."
+    " Adam hides this factor, and so does clipping: training may look right, unless "
+    "the loop adds a second loss."
 )
 _BATCH_NORM = Cause(
     "batch normalisation",

@@ -197,8 +197,7 @@ def _effect_on_optimizers(finding: Finding) -> str:
 
 
 _HIDDEN_BY_ADAM = (
-    " Adam hides this factor, and so does clipping: training may look right, unless "
-    "the loop adds a second loss."
+    " Adam hides this factor, and so does clipping: training may look right."
 )
 _BATCH_NORM = Cause(
     "batch normalisation",

@@ -39,6 +39,15 @@ def test_words_of_sabotages_select_some():
         assert any(words in each.line for each in SABOTAGES), words
 
 
+def test_lines_that_ci_reads_are_on_their_pages():
+    """One had gone from its page, and CI would have ended before its first stage."""
+    lines = re.findall(r"=\$\(grep '(.+)' (\S+)\)$", read(".ci/run"), re.MULTILINE)
+    assert len(lines) >= 4
+    for pattern, page in lines:
+        found = re.findall(pattern, read(page), re.MULTILINE)
+        assert len(found) == 1, f"{pattern} in {page}"
+
+
 @pytest.mark.slow
 def test_commands_of_files_select_tests():
     found = re.findall(r"-m (pytest tests/[^`]*)`", PAGE)

@@ -88,8 +88,7 @@ class Transfers:
 
 
 class Prefetcher(Transfers):
-    """Copies to one device ahead of use, requested by the thread that computes there,
-    or before that by the caller's.
+    """Copies to one device ahead of use, requested by the thread that computes there.
 
     ::
 

@@ -3,8 +3,8 @@
     computed    sub-step 0   sub-step 1   sub-step 2
     copied      rows of 1    rows of 2    rows of 3
 
-Every worker copies its own rows; the caller's thread may have begun, with those of the
-first sub-step. Values without rows are copied once to each memory, at the start.
+Every worker copies its own rows. Values without rows are copied once to each memory, at
+the start.
 """
 
 from __future__ import annotations

@@ -95,12 +95,10 @@ class Substeps:
         self._request = request
         self._without_gradient: Sequence[Tensor] = task.leaves
         self._numbers = NumbersOfShare()
-        # Starts in ``train``, unless something was launched before.
-        self._clock: DeviceClock | None = None
 
     def train(self, max_substeps: int | None, proceed: Proceed) -> ShareResult:
         """Accumulate in the replica's parameters the gradient of its share's loss."""
-        clock = self._clock or DeviceClock(self._task.share.device)
+        clock = DeviceClock(self._task.share.device)
         losses: list[Tensor] = []
         outputs: list[Any] = []
         for sub_step, weight in enumerate(self._task.weights[:max_substeps]):

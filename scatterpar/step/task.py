@@ -31,8 +31,7 @@ from scatterpar.torch_private.autograd import backward
 
 @dataclass(frozen=True)
 class ReplicaTask:
-    """The work of one replica in one step; one thread at a time uses it: the replica's,
-    and before it the caller's.
+    """The work of one replica in one step; only the replica's thread uses it.
 
     Attributes:
         share: the rows, and how they are cut into micro-batches.

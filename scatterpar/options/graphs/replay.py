@@ -6,8 +6,7 @@ A sub-step of one shape, on one replica, in the order of its calls::
     three runs       eager, on tape (``tape.py``); all tapes are equal
     capture          Python once more, on tape; its kernels become a graph
     replays          rows are copied to static tensors; the graph; loss and output are
-                     copied from static tensors. The caller's thread copies the rows of
-                     a step's first sub-step
+                     copied from static tensors
     last of a step   eager, on tape, behind the replays
 
 The first runs are sub-steps of the user's steps, so only the capture is one more.
@@ -29,7 +28,6 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.devices import memory, streams
-from scatterpar.devices.clocks import DeviceClock
 from scatterpar.devices.coalescing import copy_each
 from scatterpar.devices.copies import to_numbers, write
 from scatterpar.devices.memory import is_out_of_memory
@@ -51,7 +49,6 @@ from scatterpar.options.graphs.tape import RepeatableTape, Tape, difference
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.flat_gradients import FlatGradients
 from scatterpar.step.loss import forward, require_trainable
-from scatterpar.step.replica_threads import ReplicaNote
 from scatterpar.step.substeps import (
     Substeps,
     detached,
@@ -120,42 +117,11 @@ class GraphedSubsteps(Substeps):
         self._plan = plan
         self._decision = decision
         self._has_begun = False
-        # That of the first sub-step, if ``prepare`` has filled its static tensors.
-        self._filled: Graph | None = None
         # The static tensors that have all gradients so far, if no leaf refers to them.
         self._unassigned: Mapping[int, Tensor] | None = None
 
-    def prepare(self) -> None:
-        """Fill the static tensors of the first sub-step, if it is a replay.
-
-        For one replica after the other, in the caller's thread, before their own ones
-        call ``train``. These would all do it at once, and pass the interpreter's lock
-        on in each of a dozen calls of torch: with eight threads the calls take several
-        times as long, and no device has work meanwhile.
-        """
-        task = self._task
-        device = task.share.device
-        # A function of the user's makes the rows of a marker: in the replica's thread.
-        has_markers = any(batch.markers for batch in task.loader.batches)
-        # Replicas on one device work one after the other, and so do their clocks.
-        devices = [share.device for share in self._attempt.plan.shares]
-        key = self._plan.keys[0]
-        is_alone = devices.count(device) == 1
-        if has_markers or not is_alone or key is None or 0 in self._plan.checked:
-            return
-        graph = self._graphs.find(key, self._plan.step.step)
-        if graph is None or graph.replay is None:
-            return
-        with ReplicaNote(task.share, 0), streams.use_device(device, ()):
-            self._clock = DeviceClock(device)
-            self._fill(graph, 0, task.weights[0])
-        self._filled = graph
-
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """As ``Substeps.run``, but captures or replays a graph if possible."""
-        # Even if another replica has refused graphs since: its rows have arrived.
-        if number == 0 and self._filled is not None:
-            return self._launched(self._filled, number)
         key = self._plan.keys[number]
         if key is None or self._decision.refusal:
             return self._run_eagerly(number, weight, rows)
@@ -442,12 +408,7 @@ class GraphedSubsteps(Substeps):
     # --- after the capture ---
 
     def _replayed(self, graph: Graph, number: int, weight: float) -> tuple[Tensor, Any]:
-        """Replay a captured sub-step. Returns its loss, and its returned output."""
-        self._fill(graph, number, weight)
-        return self._launched(graph, number)
-
-    def _fill(self, graph: Graph, number: int, weight: float) -> None:
-        """Fill the static tensors that the replay of a sub-step reads."""
+        """Launch a captured sub-step. Returns its loss, and its returned output."""
         loader = self._task.loader
         # Rows that are on the device are copied once, into the graph's tensors.
         if loader.ahead is None:
@@ -455,18 +416,15 @@ class GraphedSubsteps(Substeps):
         else:
             rows = self._task.rows_of(number, holds_next=True)
         assert graph.factor is not None
+        assert graph.replay is not None
         # Copies: the next rows arrive while the graph reads these.
         copy_each(nested.tensors(graph.rows), nested.tensors(rows))
         self._replay_into(graph.gradients)
         graph.factor.fill_(weight * self._request.scale)
-
-    def _launched(self, graph: Graph, number: int) -> tuple[Tensor, Any]:
-        """Launch a captured sub-step. Returns its loss, and its returned output."""
-        assert graph.replay is not None
         with self._task.span("replay", number):
             graph.replay()
         # After the launch: a device without work does not wait for it.
-        self._task.loader.issue_next(number)
+        loader.issue_next(number)
         self._plan.step.count_replay()
         # The next replay writes the static tensors.
         loss = graph.loss.clone()

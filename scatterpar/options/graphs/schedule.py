@@ -76,8 +76,6 @@ class Captured(Schedule):
         # Of the present attempt, from its beginning until the next one begins. ``None``
         # if it has no graphs.
         self._plan_of_attempt: StepPlan | None = None
-        # By replica: the sub-steps of the present attempt, while it runs.
-        self._substeps: dict[int, GraphedSubsteps] = {}
         # From the end of an attempt, until the next one begins: only then are its
         # times known.
         self._times: StepTimes | None = None
@@ -87,7 +85,9 @@ class Captured(Schedule):
         """The sub-steps of one replica in one step."""
         if self._plan_of_attempt is None:
             return Substeps(task, attempt.request)
-        return self._substeps[task.share.replica]
+        graphs = self._by_replica[task.share.replica]
+        plan = self._plan_of_attempt.of(task.share.replica)
+        return GraphedSubsteps(graphs, task, attempt, plan, self._decision)
 
     def run(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Computed:
         """Run all sub-steps, as the plain schedule does; graphs launch some of them."""
@@ -113,21 +113,7 @@ class Captured(Schedule):
             self._by_replica[task.share.replica].begin(task, facts)
         plan = StepPlan(tasks, attempt, self._by_replica, self._decision.steps)
         self._plan_of_attempt = plan
-        try:
-            for task in tasks:
-                number = task.share.replica
-                substeps = GraphedSubsteps(
-                    self._by_replica[number],
-                    task,
-                    attempt,
-                    plan.of(number),
-                    self._decision,
-                )
-                substeps.prepare()
-                self._substeps[number] = substeps
-            computed = super().run(attempt, tasks)
-        finally:
-            self._substeps = {}  # they refer to the step's rows
+        computed = super().run(attempt, tasks)
         self._times = _times_of(attempt, computed)
         self._decision.confirm()
         self.replayed = plan.replays

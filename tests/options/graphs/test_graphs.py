@@ -7,12 +7,8 @@ runs this on a simulated one) sub-steps are really captured.
 from __future__ import annotations
 
 import copy
-import gc
 import random
-import threading
 import warnings
-import weakref
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -28,8 +24,6 @@ from scatterpar import Rows, ScatterOnceParallel
 from scatterpar.devices import clocks
 from scatterpar.devices.clocks import DeviceClock
 from scatterpar.options.graphs import captures, decision, replay, schedule
-from scatterpar.step.replica_threads import ReplicaThreads
-from scatterpar.threads import workers
 
 pytestmark = [pytest.mark.cuda, pytest.mark.nullcuda]
 
@@ -253,26 +247,6 @@ def test_tensors_that_collate_keeps_are_not_written(two_places):
         return [engine.forward_backward(rows, targets, LOSS) for _ in range(8)]
 
     assert_same(run, model, two_places, 2)
-
-
-def test_collate_runs_in_the_replicas_threads(two_places):
-    """Also in steps whose first sub-steps are replays: there it draws its numbers."""
-    model, inputs, targets = problem(rows=16)
-    threads = []
-
-    def collate(rows):
-        threads.append(threading.current_thread())
-        return torch.stack(rows)
-
-    with graphed(model, 4, two_places) as engine:
-        for _ in range(4):
-            engine.forward_backward(Rows(list(inputs), collate), targets, LOSS)
-        threads.clear()
-        engine.forward_backward(Rows(list(inputs), collate), targets, LOSS)
-        assert engine.last_step.graphs == "7 of 8 sub-steps replayed"
-    # The caller's thread has collated some rows to see their shapes.
-    of_replicas = [thread for thread in threads if thread.name.startswith("scatterpar")]
-    assert len(of_replicas) == 8
 
 
 def of_rows(model, work, x):
@@ -838,168 +812,6 @@ def test_compiled_functions_stay_compiled(waiting, two_places, rows, where, grap
     texts = [str(warning.message) for warning in told]
     is_told = ["graphs=True" in text for text in texts]
     assert is_told.count(True) == (graphs is True)
-
-
-# --- the first sub-step, whose rows the caller's thread copies ---
-
-
-def test_first_rows_arrive_before_threads_start(two_places, monkeypatch):
-    """Of all replicas, unless they share a device. The time that they take counts."""
-    model, inputs, targets = problem(rows=48)
-    events = []
-    fill, start = replay.GraphedSubsteps._fill, DeviceClock.__init__
-
-    def note(what):
-        is_caller = threading.current_thread() is threading.main_thread()
-        events.append((what, is_caller))
-
-    def filled(substeps, graph, number, weight):
-        if number == 0:
-            note("rows")
-        fill(substeps, graph, number, weight)
-
-    def started(clock, device):
-        note("clock")
-        start(clock, device)
-
-    monkeypatch.setattr(replay.GraphedSubsteps, "_fill", filled)
-    monkeypatch.setattr(DeviceClock, "__init__", started)
-    with graphed(model, 4, two_places) as engine:
-        for _ in range(4):
-            engine.forward_backward(inputs, targets, LOSS)
-        events.clear()
-        engine.forward_backward(inputs, targets, LOSS)
-        assert engine.last_step.graphs == "7 of 8 sub-steps replayed"
-    if len(set(two_places)) == 2:
-        assert events == [("clock", True), ("rows", True)] * 2
-    else:
-        assert events == [("clock", False), ("rows", False)] * 2
-
-
-def test_an_only_sub_step_is_proved_in_its_turn(two_places):
-    """The first one of a share is also its last one."""
-    model, inputs, targets = problem(rows=48)
-    # In place of accum: a smaller batch has the same shapes, and fewer sub-steps.
-    with graphed(model, 1, two_places, micro_batch_size=12) as engine:
-        for _ in range(5):
-            engine.forward_backward(inputs, targets, LOSS)
-        assert engine.last_step.graphs == "3 of 4 sub-steps replayed"
-        for _ in range(2):
-            engine.forward_backward(inputs[:24], targets[:24], LOSS)
-            assert engine.last_step.graphs == "1 of 2 sub-steps replayed"
-
-
-def test_rows_not_kept_after_captured_step(two_places):
-    """Nor after one that fails."""
-    model, _, targets = problem(rows=48)
-    is_failing = False
-
-    def loss_of(output, target):
-        if is_failing:
-            raise ValueError("boom")
-        return F.cross_entropy(output, target)
-
-    with graphed(model, 4, two_places) as engine:
-        for step in range(6):
-            inputs = INPUTS[mlp](48).to(home())
-            kept = weakref.ref(inputs)
-            is_failing = step == 5
-            expected = nullcontext()
-            if is_failing:
-                expected = pytest.raises(ValueError, match="boom")
-            with expected as caught:
-                engine.forward_backward(inputs, targets, loss_of)
-            del inputs, caught, expected
-            gc.collect()
-            assert kept() is None
-    assert engine.last_step.graphs == "7 of 8 sub-steps replayed"  # step 4
-
-
-def test_clocks_of_one_device_run_in_turn(monkeypatch):
-    """A share does not take the time of the one before it."""
-    model, inputs, targets = problem(rows=48)
-    place = str(home())
-    num_running = []
-    start, stop = DeviceClock.__init__, DeviceClock.stop
-
-    def started(clock, device):
-        start(clock, device)
-        num_running.append(1)
-
-    def stopped(clock):
-        stop(clock)
-        num_running.append(-1)
-
-    monkeypatch.setattr(DeviceClock, "__init__", started)
-    monkeypatch.setattr(DeviceClock, "stop", stopped)
-    # One of two threads, or the only one, which replicas share.
-    monkeypatch.setattr(workers, "max_concurrency", lambda _: 1)
-    monkeypatch.setattr(workers, "_HEAD_START_SECONDS", 60.0)
-    with graphed(model, 4, [place, place]) as engine:
-        for _ in range(5):
-            engine.forward_backward(inputs, targets, LOSS)
-        assert engine.last_step.graphs == "7 of 8 sub-steps replayed"
-    assert num_running == [1, -1] * 10
-
-
-def test_first_rows_fail_whole_or_not_at_all(two_places, monkeypatch):
-    """Before a thread has begun; the error names the replica and its rows."""
-    model, inputs, targets = problem(rows=48)
-    fill = replay.GraphedSubsteps._fill
-    is_failing = False
-
-    def filled(substeps, graph, number, weight):
-        fill(substeps, graph, number, weight)
-        if is_failing and substeps._task.share.replica == 1:
-            raise ValueError("boom")
-
-    monkeypatch.setattr(replay.GraphedSubsteps, "_fill", filled)
-
-    def run(engine):
-        nonlocal is_failing
-        losses = []
-        for step in range(8):
-            is_failing = step in (5, 6) and engine._one_pass.replays()
-            if is_failing:
-                with pytest.raises(ValueError, match="boom") as caught:
-                    engine.forward_backward(inputs, targets, LOSS)
-                (note,) = caught.value.__notes__
-                assert f"in replica 1 on {engine.device_ids[1]}, sub-step 0" in note
-                assert "rows 24 to 29" in note
-                is_failing = False
-            losses.append(engine.forward_backward(inputs, targets, LOSS))
-        return losses
-
-    assert_same(run, model, two_places, 4)
-
-
-def test_first_rows_replayed_although_refused_since(two_places, monkeypatch):
-    """By another replica: they have arrived, and no later ones are missing."""
-    model, inputs, targets = problem(cnn, nn.BatchNorm2d(4), rows=48)
-    run_threads = ReplicaThreads.run
-    decisions = []
-
-    def refused(threads, *args):
-        for of_engine in decisions:
-            of_engine.refuse("is refused")
-        return run_threads(threads, *args)
-
-    monkeypatch.setattr(ReplicaThreads, "run", refused)
-
-    def run(engine):
-        losses = []
-        for step in range(7):
-            if step == 5 and engine._one_pass.replays():
-                decisions.append(engine._one_pass._decision)
-            losses.append(engine.forward_backward(inputs, targets, LOSS))
-            if step == 5 and decisions:
-                assert engine._one_pass.replayed == 2 * (len(set(two_places)) == 2)
-                decisions.clear()
-        return losses
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "graphs=True")
-        assert_same(run, model, two_places, 4)
 
 
 # --- whole or not at all ---

@@ -111,7 +111,15 @@ def _to_prove(graphs: Mapping[int, Graph | None], step: int) -> list[int]:
     turn = min(in_turn, key=steps_of_proofs.__getitem__)
     if turn not in replicas:
         replicas.append(turn)
+    # A replica that has no graph yet proves none, and others replay theirs.
+    captured = [number for number in in_turn if _is_captured(graphs[number])]
+    if captured and not set(captured).intersection(replicas):
+        replicas.append(min(captured, key=steps_of_proofs.__getitem__))
     return replicas
+
+
+def _is_captured(graph: Graph | None) -> bool:
+    return graph is not None and graph.replay is not None
 
 
 @dataclass(frozen=True)

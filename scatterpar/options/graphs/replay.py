@@ -123,10 +123,15 @@ class GraphedSubsteps(Substeps):
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """As ``Substeps.run``, but captures or replays a graph if possible."""
         key = self._plan.keys[number]
-        if key is None or self._decision.refusal:
+        if key is None:
             return self._run_eagerly(number, weight, rows)
         graph = self._graphs.find(key, self._plan.step.step)
         is_checked = number in self._plan.checked
+        if self._decision.refusal:
+            # The replays of this step, which came before the refusal, need a proof.
+            if is_checked and graph is not None and graph.replay is not None:
+                return self._checked_run(graph, number, weight)
+            return self._run_eagerly(number, weight, rows)
         if graph is None:
             # What is checked in each step is never replayed.
             if is_checked or not self._graphs.make_room(self._plan.step.step):

@@ -918,3 +918,73 @@ def test_autocast_is_captured(two_places):
 
     found = assert_same(run, model.float(), two_places, 6)
     assert found[0] == found[2] == found[4] == found[5] != found[3]
+
+
+# --- what is replayed is proved in the same step ---
+
+
+class Drawing(nn.Module):
+    """Draws on the host, which graphs refuse, for texts of seven words."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, CLASSES)
+        self.scale, self.draws = 1.0, False
+
+    def forward(self, words):
+        if self.draws and words.shape[1] == 7:
+            random.random()
+        return self.layer(words).mean(1) * self.scale
+
+
+def gradients_of_steps(windows, places, changes, **options):
+    """The gradients of a step per window of batches, in which the module changes before
+    the steps of ``changes``.
+    """
+    net = build(Drawing).float().to(home())
+    generator = torch.Generator().manual_seed(1)
+    gradients = []
+    engine = ScatterOnceParallel(net, 1, places, verify=False, **options)
+    with engine:
+        for step, window in enumerate(windows):
+            inputs = [torch.randn(*size, 4, generator=generator) for size in window]
+            labels = [
+                torch.randint(CLASSES, size[:1], generator=generator) for size in window
+            ]
+            for name, value in changes.get(step, {}).items():
+                setattr(net, name, value)
+            net.zero_grad()
+            engine.forward_backward(
+                Rows.from_batches(inputs), Rows.from_batches(labels), LOSS
+            )
+            gradients.append(net.layer.weight.grad.clone())
+    return gradients
+
+
+def test_replays_before_a_refusal_are_proved(places):
+    """A later sub-step refused graphs, and the step ran its last ones eagerly: those
+    that had been replayed with an old scale were committed.
+    """
+    rows = 8 * len(places)
+    windows = [[(rows, 5)] * 3] * 8 + [[(rows, 5), (rows, 7), (rows, 5)]] * 4
+    changes = {9: {"scale": 5.0, "draws": True}}
+    options = {"micro_batch_size": 4}
+    state = random.getstate()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # graphs=True names the obstacle
+        actual = gradients_of_steps(windows, places, changes, graphs=True, **options)
+    expected = gradients_of_steps(windows, places, changes, graphs=False, **options)
+    random.setstate(state)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_replays_are_proved_if_a_replica_has_no_graph(two_places):
+    """It was its turn to prove a shape that it met for the first time: nobody did, in
+    three steps.
+    """
+    windows = [[(5, 5)] * 3] * 9 + [[(6, 5)] * 3] * 5
+    changes = {9: {"scale": 5.0}}
+    options = {"micro_batch_size": 3}
+    actual = gradients_of_steps(windows, two_places, changes, graphs=True, **options)
+    expected = gradients_of_steps(windows, two_places, changes, graphs=False, **options)
+    torch.testing.assert_close(actual, expected)

@@ -58,6 +58,10 @@ def figures() -> str:
         lines.append(f"| {title} | {' | '.join(cells)} |")
     environment = results[0]["environment"]
     cores = f"{environment['cores']} cores of an {environment['processor']}"
+    for name, result in zip(MODELS.values(), results, strict=True):
+        processor = result["environment"]["processor"]
+        if processor != environment["processor"]:
+            cores += f" ({name}: {processor})"
     lines.append("")
     lines.append(
         f"Two replicas on {cores}, torch {environment['torch']}, batches of 4096 "

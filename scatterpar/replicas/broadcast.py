@@ -113,7 +113,7 @@ class Broadcast:
         # To see later whether a tensor's storage, shape or strides were exchanged.
         self.places = list(map(Tensor.detach, self._tensors))
         self._addresses = addresses(self._tensors)
-        self._sharing = _sharing_storages(self._tensors)
+        self._sharing = sharing_storages(self._tensors)
         self.adoptions = 0
         self.forms: Forms | None = None
         self._copies = {
@@ -156,7 +156,7 @@ class Broadcast:
         self._forget_flat()
         self.places = list(map(Tensor.detach, self._tensors))
         self._addresses = addresses(self._tensors)
-        self._sharing = _sharing_storages(self._tensors)
+        self._sharing = sharing_storages(self._tensors)
         self.adoptions += 1
         self.forms = None
         return True
@@ -452,7 +452,7 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
     return present if all(present) else []
 
 
-def _sharing_storages(tensors: Sequence[Tensor]) -> Mapping[int, Set[int]]:
+def sharing_storages(tensors: Sequence[Tensor]) -> Mapping[int, Set[int]]:
     """By number of each tensor that shares its storage: the numbers of all in it."""
     by_storage: dict[int, set[int]] = {}
     for number, tensor in enumerate(tensors):

@@ -41,7 +41,12 @@ from scatterpar.replicas.batch_statistics import (
     pooled,
     record,
 )
-from scatterpar.replicas.broadcast import Broadcast, CopyComparison, addresses
+from scatterpar.replicas.broadcast import (
+    Broadcast,
+    CopyComparison,
+    addresses,
+    sharing_storages,
+)
 from scatterpar.replicas.buffers import RUNNING, BufferValue, RegisteredBuffers
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.computed_weights import (
@@ -68,8 +73,8 @@ from scatterpar.torch_private.compiler import CompileFn
 from scatterpar.torch_private.tensors import version_counters_kept
 
 _TRAINING = attrgetter("training")
-# So many buffers take longer to read than their versions.
-_MANY = 16
+# So many buffers of a kind take longer to read than their versions.
+_MIN_BUFFERS_WITH_KEPT_WORDS = 16
 _HOOKS_OF_MODULE = [
     attrgetter(f"_{kind}_hooks")
     for kind in ("forward", "forward_pre", "backward", "backward_pre")
@@ -683,14 +688,17 @@ class Replica(ModuleCopy):
                 and id(replica_set.tensors[number]) not in computed
             ):
                 compared[number] = source
-        # Only ``Broadcast`` writes these, and torch counts the writes.
+        # Only ``Broadcast`` writes copies. Torch counts each write, unless it is of
+        # another tensor in the same memory.
         are_copies = device != replica_set.broadcast.memories[0]
+        sharing = sharing_storages(sources).keys()
         self._read_together: list[_ReadTogether] = []
         for numbers in read_together(compared):
             own = [self.tensors[number] for number in numbers]
             of_group = [self._source_of[number] for number in numbers]
             # Else their words would need as much memory as they do.
-            keeps_words = are_copies and len(numbers) >= _MANY
+            are_many = len(numbers) >= _MIN_BUFFERS_WITH_KEPT_WORDS
+            keeps_words = are_copies and are_many and sharing.isdisjoint(numbers)
             group = _ReadTogether(numbers, own, of_group, keeps_words=keeps_words)
             self._read_together.append(group)
         self._uncompared = self._source_of.keys() - compared.keys()

@@ -9,7 +9,7 @@ from harness.oracle import assert_close, build, randn
 from torch import nn
 
 from calls.programs import mlp
-from scatterpar import DataParallelModel, ScatterOnceParallel
+from scatterpar import DataParallelModel, ScatterOnceParallel, ShardedOptimizer
 from scatterpar.devices.bits import as_bytes
 from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.replicas import Replica
@@ -537,6 +537,21 @@ def test_buffers_in_memory_of_weights_follow_them(layout):
         with pytest.raises(LookupError, match="mine"):
             engine(FOUR)
         assert all(map(torch.equal, net.weights, before))
+
+
+def test_owned_weights_reach_buffers_in_their_memory():
+    """An owner's update is no counted write of a buffer in the weight's memory."""
+    net = build(Tied)
+    with ScatterOnceParallel(
+        net, device_ids=["cpu:0", "cpu:1"], verify=False
+    ) as engine:
+        optimizer = ShardedOptimizer(engine, torch.optim.SGD, lr=0.1)
+        for _ in range(4):
+            assert_close(engine(FOUR).detach(), net(FOUR).detach(), "output")
+            engine(FOUR).sum().backward()
+            for weight in net.weights:
+                weight.grad.fill_(1)  # a product's own would overflow
+            optimizer.step()
 
 
 def bits(tensor):

@@ -90,7 +90,7 @@ def _informative(
             continue
         if atom.ndim and 0 < atom.numel() <= _LARGEST:
             dense = _with_all_operators(atom.detach())
-            yield dense.movedim(dim, 0)
+            yield dense.movedim(dim, 0) if dim else dense
 
 
 def _with_all_operators(tensor: Tensor) -> Tensor:
@@ -131,33 +131,33 @@ def ranges_of_integers(atoms: Iterable[Any], dim: int) -> Sequence[Tensor]:
 
 
 def ranges_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """How far the numbers of each tensor go, on its device: three 0-dim tensors per
-    tensor.
+    """How far the numbers of each tensor go: a tensor of numbers on its device.
 
-    The negative of the lowest number, the highest, and for labels whether rows begin or
-    end with two equal values (padding).
+    The lowest number, the highest, and for labels with two dimensions whether rows
+    begin, and whether they end, with two equal values (padding).
     """
     ranges: list[Tensor] = []
     for tensor in tensors:
-        low, high = tensor.aminmax()
-        # On the same device, because all ranges are read in one copy.
-        padding = torch.zeros((), device=tensor.device)
-        if may_be_labels(tensor) and tensor.ndim == 2 and tensor.size(1) > 1:
-            at_start = (tensor[:, 0] == tensor[:, 1]).any()
-            at_end = (tensor[:, -2] == tensor[:, -1]).any()
-            padding = at_start + 2 * at_end
-        # With a sign, which not all dtypes have; of one dtype, to be read in one copy.
-        ranges += [-low.float(), high.float(), padding.float()]
+        numbers = [*tensor.aminmax()]
+        if may_be_labels(tensor) and tensor.ndim == 2:
+            # A single column has no neighbour, and no two equal values.
+            numbers.append((tensor[:, :1] == tensor[:, 1:2]).any())
+            numbers.append((tensor[:, -1:] == tensor[:, -2:-1]).any())
+        ranges.append(torch.stack(numbers))
     return ranges
 
 
 def read_ranges(ranges: Sequence[Tensor]) -> list[float]:
     """``ranges_of`` tensors as numbers: a tensor is beyond a range if any number is
-    larger.
+    larger. So the lowest numbers have the other sign.
 
     Large numbers, and all that are not integers, count by their sign and power of two.
     """
-    return [_roughly(float(tensor)) for tensor in to_host(ranges)]
+    numbers: list[float] = []
+    for of_tensor in to_host(ranges):
+        low, *others = map(float, of_tensor.tolist())
+        numbers += map(_roughly, (-low, *others))
+    return numbers
 
 
 def _roughly(value: float) -> float:

@@ -69,6 +69,18 @@ def test_labels_beyond_range_looked_at():
         kind.note_agreement()
 
 
+def test_padding_at_other_end_is_news():
+    """Padding at the end, which a look had seen, hid padding at the start of later rows."""
+    kind = Kind()
+    at_end, at_start = torch.tensor([[1, 2, 2]]), torch.tensor([[2, 2, 1]])
+    for rows in (at_end, at_end):  # steps 1 and 2 are looked at in any case
+        assert kind.count_step(ranges_of([rows]), "same")
+        kind.note_agreement()
+    assert not kind.count_step(ranges_of([at_end]), "same")
+    kind.steps += 1  # not step 4
+    assert kind.count_step(ranges_of([at_start]), "same")
+
+
 def test_inconclusive_news_become_rare():
     """A look that stays inconclusive has seen no range: of a ResNet-50 in bfloat16, whose
     gradient is nothing but rounding there, every step was looked at once a batch had
@@ -225,11 +237,12 @@ def test_narrow_inputs_informative_not_images():
 @pytest.mark.parametrize(
     ("labels", "numbers"),
     [
-        ([3, -100], [100, 3, 0]),  # the lowest with the other sign, the highest
-        ([[1, 1, 2]], [-1, 2, 1]),  # padding at the start
-        ([[1, 2, 2]], [-1, 2, 2]),  # at the end
-        ([[7, 7, 7]], [-7, 7, 3]),
-        ([[1], [1]], [-1, 1, 0]),
+        ([3, -100], [100, 3]),  # the lowest with the other sign, the highest
+        ([[1, 1, 2]], [-1, 2, 1, 0]),  # padding at the start
+        ([[1, 2, 2]], [-1, 2, 0, 1]),  # at the end
+        ([[7, 7, 7]], [-7, 7, 1, 1]),
+        ([[1], [1]], [-1, 1, 0, 0]),
+        ([[True, False]], [0, 1]),  # a mask
     ],
 )
 def test_range_is_lowest_highest_padding(labels, numbers):
@@ -246,7 +259,7 @@ def test_large_numbers_by_power_of_two():
 
 
 def test_fractions_by_power_of_two_nan_last():
-    low, high, _ = read_ranges(ranges_of([torch.tensor([0.3, 0.4])]))
+    low, high = read_ranges(ranges_of([torch.tensor([0.3, 0.4])]))
     assert (low, high) == (-1099, 1099)  # both are between 2 ** -2 and 2 ** -1
-    _, high, _ = read_ranges(ranges_of([torch.tensor([math.nan])]))
+    _, high = read_ranges(ranges_of([torch.tensor([math.nan])]))
     assert high == math.inf

@@ -67,6 +67,7 @@ from scatterpar.torch_private.autograd import (
     current_graph_task,
     drop_accumulator,
     executes,
+    node_of,
 )
 from scatterpar.torch_private.compiler import never_compiled
 from scatterpar.torch_private.tensors import version_counters_kept
@@ -156,6 +157,7 @@ class CallGradients:
         # Nobody selects it: a pass that does not execute it is an ``autograd.grad``.
         with torch.inference_mode(False):  # in which the user may make an engine
             self.backward_probe = torch.zeros((), requires_grad=True)
+            self._probe_node = node_of(self.backward_probe)
         self.is_synced = True
         self.were_added = False
         self.transfers = Transfers()
@@ -259,7 +261,7 @@ class CallGradients:
             if task in self._passes:
                 return
             self._end_dead_passes()
-            is_selected = not executes(self.backward_probe)
+            is_selected = not executes(self._probe_node)
             self._add_pass(task, is_selected)
             # Also without an addition: the user may apply what ``autograd.grad``
             # returns. Inside of ``no_sync`` nothing is applied yet, and reading values

@@ -40,11 +40,15 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def executes(leaf: Tensor) -> bool:
-    """Whether the backward pass that this thread runs accumulates a gradient in
-    ``leaf``, if it reaches it. ``autograd.grad`` of other tensors does not.
+def node_of(tensor: Tensor) -> Any:
+    """The autograd node at which the gradient of ``tensor`` arrives."""
+    return get_gradient_edge(tensor).node
+
+
+def executes(node: Any) -> bool:
+    """Whether the backward pass that this thread runs executes ``node``, if it reaches
+    it. ``autograd.grad`` of other tensors does not execute that of a leaf.
     """
-    node = get_gradient_edge(leaf).node
     answer: bool = torch._C._will_engine_execute_node(node)
     return answer
 
@@ -128,7 +132,7 @@ def nodes_reached(loss: Tensor, without: Sequence[Any] = ()) -> list[Any]:
     reached: list[Any] = []
     pending: list[Any] = []
     if loss.requires_grad:
-        pending.append(get_gradient_edge(loss).node)
+        pending.append(node_of(loss))
     while pending:
         node = pending.pop()
         if node not in seen:

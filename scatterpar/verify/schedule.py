@@ -25,6 +25,7 @@ from torch.nn import Parameter
 from scatterpar.batch.markers import Marker
 from scatterpar.causes.counts import sizes_of_entries
 from scatterpar.devices.coalescing import to_host
+from scatterpar.devices.copies import to_numbers
 from scatterpar.devices.streams import is_async
 from scatterpar.look_steps import is_look_step
 from scatterpar.numerics.comparison import Inconclusive
@@ -155,7 +156,7 @@ def read_ranges(ranges: Sequence[Tensor]) -> list[float]:
     """
     numbers: list[float] = []
     for of_tensor in to_host(ranges):
-        low, *others = map(float, of_tensor.tolist())
+        low, *others = map(float, to_numbers(of_tensor))
         numbers += map(_roughly, (-low, *others))
     return numbers
 

@@ -51,7 +51,6 @@ MAY_BE_LARGER = {
     "verify/gradient_check.py in_double": "bytes",
     "verify/look_rounding.py _limit_of_nudges": "nudges explain nothing infinite",
     "verify/look_rounding.py _difference_by_nudges": "of finite effects",
-    "verify/schedule.py ranges_of": "a number of entries",
     "verify/schedule.py _is_as_small_as_a_mask": "a number of entries",
     "options/graphs/replay.py _has_room": "bytes",
     "verify/user_code.py __init__": "bytes",

@@ -86,6 +86,7 @@ from scatterpar.step.scatter import (
     ShareLoader,
     micro_batches,
     scatter,
+    start_arrival,
 )
 from scatterpar.step.step_report import make_report
 from scatterpar.step.substeps import Schedule, user_state_guarded
@@ -608,7 +609,9 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         attempt.weights = compute_loss_weights(
             request, plan, pieces, is_of_rank=self._ranks is not None
         )
-        return scatter(batches, plan, attempt.transfers)
+        loaders = scatter(batches, plan, attempt.transfers)
+        start_arrival(loaders)
+        return loaders
 
     @contextlib.contextmanager
     def _attempt(self, this: Try) -> Iterator[Attempt]:

@@ -88,7 +88,8 @@ class Transfers:
 
 
 class Prefetcher(Transfers):
-    """Copies to one device ahead of use, requested by the thread that computes there.
+    """Copies to one device ahead of use, requested by the thread that computes there,
+    or before that by the caller's.
 
     ::
 
@@ -159,13 +160,20 @@ class Prefetcher(Transfers):
 
         It may be read after ``wait_on_stream``.
         """
-        is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
-        if self._stream is None or not is_plain:
+        if self._stream is None or not _is_copied_ahead(tensor):
             return super().copy(tensor, device, phase)
         self.count(tensor, phase)
         target = torch.empty_like(tensor, device=device)
         self._requested.append((tensor, target))
         return target
+
+    def is_direct(self, tensor: Tensor) -> bool:
+        """Whether the host takes no part in a copy of ``tensor``: the device copies it
+        from where it is.
+        """
+        if self._stream is None or not _is_copied_ahead(tensor):
+            return False
+        return _needs_no_staging(tensor, torch.empty_like(tensor, device="meta"))
 
     def hold(self) -> None:
         """Let the next group not wait for what the computing stream gets from now on.
@@ -210,9 +218,7 @@ class Prefetcher(Transfers):
         """``tensor``, or a copy in pinned memory, which torch reuses only after it was
         read.
         """
-        # With other strides torch would first copy the tensor to pageable memory.
-        is_pinned = tensor.is_pinned() and tensor.stride() == target.stride()
-        if tensor.device.type != "cpu" or is_pinned:
+        if _needs_no_staging(tensor, target):
             return tensor
         if len(self._pinned) == _MAX_PINNED:
             self._pinned[0].synchronize()
@@ -225,3 +231,15 @@ class Prefetcher(Transfers):
         if group is not None:
             copied, _ = group
             torch.accelerator.current_stream(self._device).wait_event(copied)
+
+
+def _is_copied_ahead(tensor: Tensor) -> bool:
+    """Whether a copy may be issued later: of a dense tensor of torch's own class."""
+    return type(tensor) is Tensor and tensor.layout == torch.strided
+
+
+def _needs_no_staging(tensor: Tensor, target: Tensor) -> bool:
+    """Whether a device copies ``tensor`` to ``target``, its copy, from where it is."""
+    # With other strides torch would first copy the tensor to pageable memory.
+    is_pinned = tensor.is_pinned() and tensor.stride() == target.stride()
+    return tensor.device.type != "cpu" or is_pinned

@@ -3,8 +3,9 @@
     computed    sub-step 0   sub-step 1   sub-step 2
     copied      rows of 1    rows of 2    rows of 3
 
-Every worker copies its own rows. Values without rows are copied once to each memory, at
-the start.
+Every worker copies its own rows. Those of the first sub-step arrive while parameters
+are sent, if the host takes no part in their copy (``start_arrival``). Values without
+rows are copied once to each memory, at the beginning.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from scatterpar.batch.batch import Batch
 from scatterpar.batch.classes import like
 from scatterpar.batch.markers import Marker
 from scatterpar.devices.coalescing import iter_copies
+from scatterpar.devices.streams import use_device
 from scatterpar.devices.transfers import Prefetcher, Transfers
 from scatterpar.plan import Plan, Share
+from scatterpar.step.replica_threads import ReplicaNote
 
 _MAX_PACKED_BYTES = (
     2**16
@@ -72,6 +75,27 @@ def scatter(
     return loaders
 
 
+def start_arrival(loaders: Sequence[ShareLoader]) -> None:
+    """Start to copy the rows of the first sub-step, before the replicas' threads begin.
+
+    ::
+
+        caller     start   parameters are sent    threads begin
+        device             rows arrive            compute
+
+    Not the rows from pageable memory, which the host copies to pinned memory: several
+    threads do that at the same time. Nor those of a second share on a device, which is
+    computed after the first one.
+    """
+    started: set[torch.device] = set()
+    for loader in loaders:
+        share = loader.share
+        if share.device not in started:
+            started.add(share.device)
+            with ReplicaNote(share, 0), use_device(share.device, ()):
+                loader.start()
+
+
 @dataclass
 class ShareLoader:
     """The rows of one share, copied to its device when they are requested.
@@ -102,6 +126,16 @@ class ShareLoader:
             if batch.first_row <= start:
                 break
         return batch.select(range(start - batch.first_row, stop - batch.first_row))
+
+    def start(self) -> None:
+        """Start to copy the first micro-batch, if the host takes no part in that."""
+        if self.ahead is None:
+            return
+        rows = self.at_source(0)
+        # What is in a marker may be packed first, by the host.
+        if not rows.markers and all(map(self.ahead.is_direct, rows.tensors())):
+            self._request_rows(rows, 0, self.ahead)
+            self.ahead.issue(0)
 
     def load(
         self, sub_step: int, *, retain: bool = False, holds_next: bool = False
@@ -140,9 +174,12 @@ class ShareLoader:
         """Request the rows of a micro-batch. Returns whether there are rows to copy."""
         if sub_step in self.arrived or sub_step >= len(self.share.micro_batches):
             return False
-        move = partial(rows_on_device, ahead, self.share.device)
-        self.arrived[sub_step] = self.at_source(sub_step).map_rows(move)
+        self._request_rows(self.at_source(sub_step), sub_step, ahead)
         return True
+
+    def _request_rows(self, rows: Batch, sub_step: int, ahead: Prefetcher) -> None:
+        move = partial(rows_on_device, ahead, self.share.device)
+        self.arrived[sub_step] = rows.map_rows(move)
 
 
 class Values:

@@ -172,6 +172,30 @@ rows that are not pinned are not staged
 +return tensor
 test_unpinned_rows_are_staged: AssertionError
 
+rows of the first sub-step arrive after the parameters
+-start_arrival(loaders)
+test_first_rows_arrive_beside_parameters: AssertionError
+
+the caller's thread stages rows for all replicas
+-if not rows.markers and all(map(self.ahead.is_direct, rows.tensors())):
++if True:
+test_first_rows_arrive_beside_parameters: AssertionError
+
+rows of all replicas on a card arrive at once
+-if share.device not in started:
++if True:
+test_rows_of_one_card_arrive_in_turn: AssertionError
+
+an error of the first rows does not say where
+-with ReplicaNote(share, 0), use_device(share.device, ()):
++with use_device(share.device, ()):
+test_first_rows_fail_whole_or_not_at_all: AttributeError
+
+copies of the first rows enter a card that the engine does not use
+-with ReplicaNote(share, 0), use_device(share.device, ()):
++with ReplicaNote(share, 0):
+test_no_context_on_other_gpus: AssertionError
+
 workers are on their default streams, not on the caller's
 -stack.enter_context(_duplicate(stream))
 test_steps_run_on_users_streams

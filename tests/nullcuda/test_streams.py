@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nullcuda import card
 from nullcuda.test_the_path import batch, network
-from scatterpar import ScatterOnceParallel
+from scatterpar import Rows, ScatterOnceParallel
 from scatterpar.devices import coalescing, pieces
 from scatterpar.devices.coalescing import to_host
 from scatterpar.devices.lanes import Lanes
@@ -73,6 +73,104 @@ def test_unpinned_rows_are_staged():
     size = inputs.nbytes // 8
     copies = [r.pageable for r in records if r.kind == "copy_in" and r.bytes == size]
     assert copies == [False] * 8
+
+
+def in_channels_last(inputs):
+    return inputs.contiguous(memory_format=torch.channels_last).pin_memory()
+
+
+def every_other(inputs):
+    """Pinned, but torch would copy it in pageable memory first."""
+    return inputs.repeat_interleave(2, dim=1).pin_memory()[:, ::2]
+
+
+def as_entries(inputs):
+    return Rows(list(inputs), torch.stack)
+
+
+@pytest.mark.skipif(TWO == [0, 0], reason="needs two cards")
+@pytest.mark.parametrize(
+    ("placed", "is_early"),
+    [
+        (torch.Tensor.pin_memory, True),
+        (in_channels_last, True),
+        (torch.Tensor.cuda, True),
+        (torch.Tensor.clone, False),  # not pinned
+        (every_other, False),
+        (as_entries, False),
+    ],
+)
+def test_first_rows_arrive_beside_parameters(placed, is_early):
+    """Unless the host has to copy them, which several threads do at the same time."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    inputs, targets = batch()
+    inputs = placed(inputs)
+
+    def step():
+        engine.forward_backward(inputs, targets, LOSS)
+        optimizer.step()
+
+    with ScatterOnceParallel(model, 4, TWO, verify=False) as engine:
+        step()
+        records = traced(step)
+    copies = [r for r in records if r.kind in ("copy_in", "copy_peer")]
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    sent = next(i for i, copy in enumerate(copies) if copy.bytes >= size)
+    rows = batch()[0][:8].nbytes
+    early = [copy for copy in copies[:sent] if copy.bytes == rows]
+    # Rows on the first card are not copied for it.
+    num_copied = 1 if placed is torch.Tensor.cuda else 2
+    assert len(early) == (num_copied if is_early else 0)
+
+
+@pytest.mark.parametrize("ids", [[0, 0], [0, 0, 0]])
+def test_rows_of_one_card_arrive_in_turn(ids):
+    """Those of a second replica there would take memory while the first computes."""
+    inputs, targets = batch()
+    with ScatterOnceParallel(network(), 4, ids, verify=False) as engine:
+        engine.forward_backward(inputs, targets, LOSS)
+        records = traced(lambda: engine.forward_backward(inputs, targets, LOSS))
+        rows = inputs[: engine.last_step.plan.substep_rows[0]].nbytes
+    computed = [record.kind for record in records].index("library")
+    early = [r for r in records[:computed] if r.kind == "copy_in" and r.bytes == rows]
+    assert len(early) == 2  # those of the first replica's next sub-step, too
+
+
+@pytest.mark.parametrize("accum", [4, "auto"])
+def test_first_rows_fail_whole_or_not_at_all(accum, monkeypatch):
+    """In the caller's thread. The error names the replica, and its rows."""
+    request = Prefetcher.copy
+    number = len(set(TWO)) - 1
+    most = 8 if accum == "auto" else 0
+
+    def refused(ahead, tensor, device, phase):
+        is_caller = threading.current_thread() is threading.main_thread()
+        if is_caller and device.index == number and len(tensor) > most:
+            raise torch.OutOfMemoryError("no room")
+        return request(ahead, tensor, device, phase)
+
+    inputs, targets = batch()
+    model, plain = network(), network()
+    with ScatterOnceParallel(plain, 4, TWO, verify=False) as engine:
+        expected = engine.forward_backward(inputs, targets, LOSS)
+    with ScatterOnceParallel(model, accum, TWO, verify=False) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(Prefetcher, "copy", refused)
+            if accum == "auto":
+                with pytest.warns(match="accum=4 is the smallest that fits"):
+                    found = engine.forward_backward(inputs, targets, LOSS)
+            else:
+                with pytest.raises(torch.OutOfMemoryError) as caught:
+                    engine.forward_backward(inputs, targets, LOSS)
+        if accum != "auto":
+            words = "".join(caught.value.__notes__)
+            assert f"in replica {number} on cuda:{number}, sub-step 0, rows" in words
+            assert all(parameter.grad is None for parameter in model.parameters())
+            found = engine.forward_backward(inputs, targets, LOSS)
+    assert torch.equal(found, expected)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
 
 
 def test_values_read_by_host_have_arrived():

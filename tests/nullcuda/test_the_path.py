@@ -283,6 +283,8 @@ from scatterpar import ScatterOnceParallel
 with ScatterOnceParallel(nn.Linear(4, 2).to("cuda:1"), 2, [1]) as engine:
     for _ in range(2):
         engine.forward_backward(torch.randn(8, 4), torch.randn(8, 2), nn.MSELoss())
+    batch = torch.randn(8, 4).pin_memory(), torch.randn(8, 2).pin_memory()
+    engine.forward_backward(*batch, nn.MSELoss())
 print(*[card.has_context(device) for device in range(4)])
 """
     assert script(code) == ["False", "True", "False", "False"]

@@ -1925,6 +1925,15 @@ SABOTAGES = [
         seen_by="test_two_engines_in_threads_refused",
     ),
     Sabotage(
+        name="after an interrupt a replica gets gradients of the failed step",
+        promise="all or nothing",
+        file="step/inner_backward.py",
+        place="gradients_put_aside",
+        text="has_gradients = False",
+        replacement="pass",
+        seen_by="test_interrupt_at_the_end_drops_gradients",
+    ),
+    Sabotage(
         name="the caller's tensors may be written by a sub-step",
         promise="all or nothing",
         file="step/scatter.py",

@@ -52,6 +52,11 @@ def gradients_put_aside(
             pairs = zip(leaves, present, strict=True)
             leaf = next(leaf for leaf, gradient in pairs if gradient is not None)
             raise inner_backward(leaf, [replica.root for replica in replicas])
+    except GeneratorExit:
+        # An interrupt came as the body ended. Since then the step has failed, and the
+        # leaves have no gradients.
+        has_gradients = False
+        raise
     finally:
         if has_gradients:
             for leaf, gradient in zip(leaves, gradients, strict=True):

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from scatterpar import ScatterOnceParallel
+from scatterpar.step.inner_backward import gradients_put_aside
 
 pytestmark = pytest.mark.core
 
@@ -188,3 +189,17 @@ def test_criterion_finds_no_gradients_of_sub_steps(devices):
     with ScatterOnceParallel(linear(), 3, devices(2)) as engine:
         for _ in range(2):
             assert_step(engine, ROWS, LABELS, ReadsItsOwn())
+
+
+def test_interrupt_at_the_end_drops_gradients():
+    """Python may raise it in ``__exit__``, before the manager puts gradients back.
+
+    Its generator ends when the error is dropped, perhaps during the next step.
+    """
+    leaf = nn.Parameter(torch.ones(2))
+    leaf.grad = torch.ones(2)
+    manager = gradients_put_aside([leaf], [])
+    manager.__enter__()
+    assert leaf.grad is None
+    del manager
+    assert leaf.grad is None

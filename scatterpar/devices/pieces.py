@@ -121,6 +121,14 @@ def flat_view(tensor: Tensor) -> Tensor | None:
     return tensor.detach().as_strided((tensor.numel(),), (1,)) if is_flat else None
 
 
+def in_words(flat: Tensor) -> Tensor:
+    """A flat tensor as words of 32 bits, if each of its elements consists of some.
+
+    So tensors of several dtypes are packed into one piece.
+    """
+    return flat.view(torch.int32) if flat.itemsize % 4 == 0 else flat
+
+
 def needs_pieces(num_bytes: int, devices: int) -> bool:
     """Whether so many bytes are worth several copies at the same time.
 

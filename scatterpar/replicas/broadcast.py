@@ -24,7 +24,7 @@ from scatterpar.devices.coalescing import (
 from scatterpar.devices.copies import to_numbers
 from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.memory import empty
-from scatterpar.devices.pieces import flat_view, needs_pieces
+from scatterpar.devices.pieces import flat_view, in_words, needs_pieces
 from scatterpar.devices.relay import Relay
 from scatterpar.devices.transfers import Transfers
 from scatterpar.devices.virtual_devices import HOST
@@ -422,13 +422,13 @@ class Broadcast:
         return sum(map(_NBYTES, map(self._tensors.__getitem__, numbers)))
 
     def _flat_at(self, device: torch.device) -> Mapping[int, Tensor]:
-        """Flat views of the tensors of a device that have one, by number."""
+        """Flat views of the tensors of a device that have one, by number, in words."""
         if device not in self._flat:
             flat: dict[int, Tensor] = {}
             for number, tensor in enumerate(self.at(device)):
                 view = flat_view(tensor)
                 if view is not None:
-                    flat[number] = view
+                    flat[number] = in_words(view)
             self._flat[device] = flat
         return self._flat[device]
 

@@ -12,6 +12,7 @@ from scatterpar.devices.pieces import (
     Piece,
     cut_into_pieces,
     flat_view,
+    in_words,
     needs_pieces,
 )
 
@@ -141,6 +142,34 @@ NOT_FLAT = {
 @pytest.mark.parametrize("name", NOT_FLAT)
 def test_others_have_none(name):
     assert flat_view(NOT_FLAT[name]) is None
+
+
+WORDS = {
+    torch.float32: 1,
+    torch.int64: 2,
+    torch.float64: 2,
+    torch.complex64: 2,
+    torch.complex128: 4,
+}
+
+
+@pytest.mark.parametrize("dtype", WORDS, ids=str)
+def test_words_are_views(dtype):
+    """Writes to them count as writes to the tensor."""
+    tensor = torch.zeros(3, dtype=dtype)
+    words = in_words(tensor)
+    assert words.dtype == torch.int32
+    assert len(words) == 3 * WORDS[dtype]
+    before = tensor._version
+    words.fill_(-1)
+    assert (tensor != 0).all()
+    assert tensor._version > before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool], ids=str)
+def test_small_elements_are_no_words(dtype):
+    """A part of such tensors may begin between two words."""
+    assert in_words(torch.zeros(4, dtype=dtype)).dtype == dtype
 
 
 def test_large_is_so_much_for_each_device_but_one():

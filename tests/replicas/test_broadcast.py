@@ -10,6 +10,7 @@ from torch import nn
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.devices import pieces
+from scatterpar.devices.bits import same_bits
 from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.module_contents import ModuleContents
@@ -248,6 +249,30 @@ def test_relay_of_other_tensors_is_another(broadcast, module, monkeypatch):
             change(module)
         sent(broadcast)
         assert_everywhere(broadcast, module)
+
+
+def test_relay_packs_dtypes_together(monkeypatch):
+    """Bit for bit, in as few copies as tensors of one dtype."""
+    monkeypatch.setattr(pieces, "BYTES_PER_DEVICE", 1)
+    messages: list[int] = []
+    for count in (torch.tensor(-0.0), torch.tensor(2**40 + 1)):
+        module = layer()
+        module.count = nn.Buffer(count)
+        with torch.no_grad():
+            module.weight[0] = -0.0
+            # A NaN with a payload, which a conversion might not keep.
+            module.weight[1:2].view(torch.int32).fill_(0x7FA00001)
+        broadcast = Broadcast(ModuleContents((module,)), DEVICES)
+        transfers = Transfers()
+        with torch.no_grad():
+            broadcast.send_changed(transfers, broadcast.compare())
+        messages.append(transfers.messages["replicate"])
+        for device in DEVICES:
+            for sent_to, of_user in zip(
+                broadcast.at(device), broadcast.at(DEVICES[0]), strict=True
+            ):
+                assert same_bits(sent_to, of_user)
+    assert messages[0] == messages[1]
 
 
 @pytest.mark.parametrize("has_statistics", [True, False])

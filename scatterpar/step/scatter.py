@@ -89,6 +89,8 @@ def start_arrival(loaders: Sequence[ShareLoader]) -> None:
     """
     started: set[torch.device] = set()
     for loader in loaders:
+        if loader.ahead is None or not loader.ahead.has_stream:
+            continue
         share = loader.share
         if share.device not in started:
             started.add(share.device)

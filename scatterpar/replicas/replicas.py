@@ -421,9 +421,8 @@ class ReplicaSet:
 
     def clear_gradients(self) -> None:
         """Drop the replicas' gradients."""
-        numbers = [slot.number for slot in self.slots.trained]
         for replica in self.replicas:
-            for tensor in map(replica.tensors.__getitem__, numbers):
+            for tensor in map(replica.tensors.__getitem__, self.slots.trained_numbers):
                 # Not zeros: the next step shall see which tensors are used.
                 tensor.grad = None
 

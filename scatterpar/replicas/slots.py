@@ -55,6 +55,7 @@ class Slots:
     Attributes:
         all: by number.
         trained: the slots of tensors that are trained.
+        trained_numbers: the numbers of these.
         requires_grad: of each tensor, when the slots were made.
     """
 
@@ -70,6 +71,7 @@ class Slots:
             dtype = sum_dtype(tensor, accumulate_dtype) if is_trained else None
             self.all.append(Slot(number, tensor, is_parameter, is_leaf(tensor), dtype))
         self.trained = [slot for slot in self.all if slot.is_trained]
+        self.trained_numbers = [slot.number for slot in self.trained]
 
 
 def sum_dtype(tensor: Tensor, accumulate_dtype: torch.dtype | None) -> torch.dtype:

@@ -208,7 +208,7 @@ def _summed(
     active = replica_set.replicas[: len(attempt.plan.shares)]
     # The sum is where the first replica is, which is the master.
     devices = [replica.device for replica in active]
-    trained = [slot.number for slot in replica_set.slots.trained]
+    trained = replica_set.slots.trained_numbers
     if flat and flat[0] is not None and have_equal_places(flat):
         flat_of_all = [of_replica.flat for of_replica in flat if of_replica is not None]
         sum_in_order(flat_of_all, devices, attempt.transfers, in_place=True)

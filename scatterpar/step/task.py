@@ -164,9 +164,8 @@ def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[Replica
             if number < len(replica_set.replicas):
                 replica = replica_set.replicas[number]
                 replicas.append(replica)
-                leaves += [
-                    replica.tensors[slot.number] for slot in replica_set.slots.trained
-                ]
+                numbers = replica_set.slots.trained_numbers
+                leaves += map(replica.tensors.__getitem__, numbers)
         task = ReplicaTask(
             share,
             module=replicas[0].root,

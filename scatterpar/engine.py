@@ -573,6 +573,10 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             transfers = attempt.transfers
             with attempt.phase("scatter"):  # 2
                 loaders = self._scattered(attempt)
+                # A replay waits for nothing else.
+                replays = schedule.replays()
+                if replays:
+                    start_arrival(loaders)
             with attempt.phase("replicate"):  # 3
                 number = schedule.replicas_of_criterion
                 # In a call the replicas' parameters depend on the user's.
@@ -582,7 +586,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                     request.criterion,
                     transfers,
                     number,
-                    lazily=schedule.replays(),
+                    lazily=replays,
                 )
             with attempt.phase("compute"), user_state_guarded(attempt):  # 4
                 tasks = make_tasks(attempt, loaders)
@@ -609,9 +613,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         attempt.weights = compute_loss_weights(
             request, plan, pieces, is_of_rank=self._ranks is not None
         )
-        loaders = scatter(batches, plan, attempt.transfers)
-        start_arrival(loaders)
-        return loaders
+        return scatter(batches, plan, attempt.transfers)
 
     @contextlib.contextmanager
     def _attempt(self, this: Try) -> Iterator[Attempt]:

@@ -4,8 +4,9 @@
     copied      rows of 1    rows of 2    rows of 3
 
 Every worker copies its own rows. Those of the first sub-step arrive while parameters
-are sent, if the host takes no part in their copy (``start_arrival``). Values without
-rows are copied once to each memory, at the beginning.
+are sent, if sub-steps are replayed and the host takes no part in the copy
+(``start_arrival``). Values without rows are copied once to each memory, at the
+beginning.
 """
 
 from __future__ import annotations

@@ -173,7 +173,8 @@ rows that are not pinned are not staged
 test_unpinned_rows_are_staged: AssertionError
 
 rows of the first sub-step arrive after the parameters
--start_arrival(loaders)
+-if replays:
++if False:
 test_first_rows_arrive_beside_parameters: AssertionError
 
 the caller's thread stages rows for all replicas

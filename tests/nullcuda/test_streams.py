@@ -111,8 +111,10 @@ def test_first_rows_arrive_beside_parameters(placed, is_early):
         engine.forward_backward(inputs, targets, LOSS)
         optimizer.step()
 
-    with ScatterOnceParallel(model, 4, TWO, verify=False) as engine:
-        step()
+    with ScatterOnceParallel(model, 4, TWO, graphs=True, verify=False) as engine:
+        for _ in range(4):
+            step()
+        assert engine.last_step.graphs.replayed
         records = traced(step)
     copies = [r for r in records if r.kind in ("copy_in", "copy_peer")]
     size = sum(parameter.nbytes for parameter in model.parameters())
@@ -128,42 +130,50 @@ def test_first_rows_arrive_beside_parameters(placed, is_early):
 def test_rows_of_one_card_arrive_in_turn(ids):
     """Those of a second replica there would take memory while the first computes."""
     inputs, targets = batch()
-    with ScatterOnceParallel(network(), 4, ids, verify=False) as engine:
-        engine.forward_backward(inputs, targets, LOSS)
+    with ScatterOnceParallel(network(), 4, ids, graphs=True, verify=False) as engine:
+        for _ in range(4):
+            engine.forward_backward(inputs, targets, LOSS)
+        assert engine.last_step.graphs.replayed
         records = traced(lambda: engine.forward_backward(inputs, targets, LOSS))
         rows = inputs[: engine.last_step.plan.substep_rows[0]].nbytes
-    computed = [record.kind for record in records].index("library")
+    computed = [record.kind for record in records].index("graph_launch")
     early = [r for r in records[:computed] if r.kind == "copy_in" and r.bytes == rows]
-    assert len(early) == 2  # those of the first replica's next sub-step, too
+    assert len(early) == 1
 
 
-@pytest.mark.parametrize("accum", [4, "auto"])
-def test_first_rows_fail_whole_or_not_at_all(accum, monkeypatch):
-    """In the caller's thread. The error names the replica, and its rows."""
+@pytest.mark.parametrize("is_memory", [False, True])
+def test_first_rows_fail_whole_or_not_at_all(is_memory, monkeypatch):
+    """In the caller's thread. The error names the replica, and its rows. Without memory,
+    the step is computed without graphs.
+    """
     request = Prefetcher.copy
     number = len(set(TWO)) - 1
-    most = 8 if accum == "auto" else 0
+    kind = torch.OutOfMemoryError if is_memory else RuntimeError
 
     def refused(ahead, tensor, device, phase):
         is_caller = threading.current_thread() is threading.main_thread()
-        if is_caller and device.index == number and len(tensor) > most:
-            raise torch.OutOfMemoryError("no room")
+        if is_caller and device.index == number:
+            raise kind("no room")
         return request(ahead, tensor, device, phase)
 
     inputs, targets = batch()
     model, plain = network(), network()
     with ScatterOnceParallel(plain, 4, TWO, verify=False) as engine:
         expected = engine.forward_backward(inputs, targets, LOSS)
-    with ScatterOnceParallel(model, accum, TWO, verify=False) as engine:
+    with ScatterOnceParallel(model, 4, TWO, graphs=True, verify=False) as engine:
+        for _ in range(4):
+            engine.forward_backward(inputs, targets, LOSS)
+        assert engine.last_step.graphs.replayed
+        engine.zero_grad()
         with monkeypatch.context() as patch:
             patch.setattr(Prefetcher, "copy", refused)
-            if accum == "auto":
-                with pytest.warns(match="accum=4 is the smallest that fits"):
-                    found = engine.forward_backward(inputs, targets, LOSS)
+            if is_memory:
+                found = engine.forward_backward(inputs, targets, LOSS)
+                assert not engine.last_step.graphs.replayed
             else:
-                with pytest.raises(torch.OutOfMemoryError) as caught:
+                with pytest.raises(RuntimeError) as caught:
                     engine.forward_backward(inputs, targets, LOSS)
-        if accum != "auto":
+        if not is_memory:
             words = "".join(caught.value.__notes__)
             assert f"in replica {number} on cuda:{number}, sub-step 0, rows" in words
             assert all(parameter.grad is None for parameter in model.parameters())

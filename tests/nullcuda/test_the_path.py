@@ -280,11 +280,12 @@ def test_no_context_on_other_gpus():
     """
     code = """
 from scatterpar import ScatterOnceParallel
-with ScatterOnceParallel(nn.Linear(4, 2).to("cuda:1"), 2, [1]) as engine:
-    for _ in range(2):
-        engine.forward_backward(torch.randn(8, 4), torch.randn(8, 2), nn.MSELoss())
-    batch = torch.randn(8, 4).pin_memory(), torch.randn(8, 2).pin_memory()
-    engine.forward_backward(*batch, nn.MSELoss())
+batch = torch.randn(8, 4), torch.randn(8, 2)
+pinned = [tensor.pin_memory() for tensor in batch]
+with ScatterOnceParallel(nn.Linear(4, 2).to("cuda:1"), 2, [1], graphs=True) as engine:
+    for rows in (batch, *[pinned] * 6):
+        engine.forward_backward(*rows, nn.MSELoss())
+assert engine.last_step.graphs.replayed
 print(*[card.has_context(device) for device in range(4)])
 """
     assert script(code) == ["False", "True", "False", "False"]

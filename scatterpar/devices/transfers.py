@@ -88,8 +88,7 @@ class Transfers:
 
 
 class Prefetcher(Transfers):
-    """Copies to one device ahead of use, requested by the thread that computes there,
-    or before that by the caller's.
+    """Copies to one device ahead of use, requested by the thread that computes there.
 
     ::
 
@@ -107,9 +106,6 @@ class Prefetcher(Transfers):
     memory is staged in pinned memory, at most two groups at a time. The streams of
     ``sources``, the devices of the tensors, first wait for work that was queued there
     when this object was made.
-
-    Attributes:
-        has_stream: whether the device has streams.
     """
 
     def __init__(
@@ -128,7 +124,6 @@ class Prefetcher(Transfers):
         self._lock = threading.Lock()
         self._device = device
         self._stream = stream_for("arriving", device)
-        self.has_stream = self._stream is not None
         self._senders: dict[torch.device, torch.Stream] = {}
         use = "sending", (device.index or 0) % _MAX_SENDERS
         for source in sources:

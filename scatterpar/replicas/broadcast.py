@@ -422,7 +422,9 @@ class Broadcast:
         return sum(map(_NBYTES, map(self._tensors.__getitem__, numbers)))
 
     def _flat_at(self, device: torch.device) -> Mapping[int, Tensor]:
-        """Flat views of the tensors of a device that have one, by number, in words."""
+        """Flat views of the tensors of a device that have one, by number: as words, if
+        their elements consist of words.
+        """
         if device not in self._flat:
             flat: dict[int, Tensor] = {}
             for number, tensor in enumerate(self.at(device)):

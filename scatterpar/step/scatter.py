@@ -86,12 +86,11 @@ def start_arrival(loaders: Sequence[ShareLoader]) -> None:
 
     Not the rows from pageable memory, which the host copies to pinned memory: several
     threads do that at the same time. Nor those of a second share on a device, which is
-    computed after the first one.
+    computed after the first one. Parameters that GPUs pass on to each other arrive
+    after the rows.
     """
     started: set[torch.device] = set()
     for loader in loaders:
-        if loader.ahead is None or not loader.ahead.has_stream:
-            continue
         share = loader.share
         if share.device not in started:
             started.add(share.device)

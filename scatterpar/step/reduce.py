@@ -153,14 +153,13 @@ def reduce(attempt: Attempt, computed: Computed) -> Outcome:
         if statistics is None:
             outcome.prepared = outcome.prepared_commit()
         attempt.clear_replicas()
-        # Rows arrive before the losses: devices still compute when the host has waited.
-        attempt.transfers.synchronize()
     except Exception:
         # A device that failed in a sub-step may say so in any later call. The error of
         # its losses has a note that names the replica.
         total_of(computed.losses)
         raise
     outcome.loss, outcome.logged = total_of(computed.losses)
+    attempt.transfers.synchronize()  # rows have arrived, now that the losses have
     return outcome
 
 

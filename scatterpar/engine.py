@@ -573,7 +573,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             transfers = attempt.transfers
             with attempt.phase("scatter"):  # 2
                 loaders = self._scattered(attempt)
-                # A replay waits for nothing else.
+                # In other steps launches take longer than the copy, and a look would
+                # have these rows in memory beside its own.
                 replays = schedule.replays()
                 if replays:
                     start_arrival(loaders)

@@ -14,17 +14,15 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.coalescing import (
-    deliver,
     empty_like_on,
     messages,
-    pack,
     shareable_storage,
     tree_pairs,
 )
 from scatterpar.devices.copies import to_numbers
 from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.memory import empty
-from scatterpar.devices.pieces import flat_view, in_words, needs_pieces
+from scatterpar.devices.pieces import flat_view, in_words, needs_pieces, unpack
 from scatterpar.devices.relay import Relay
 from scatterpar.devices.transfers import Transfers
 from scatterpar.devices.virtual_devices import HOST
@@ -381,18 +379,37 @@ class Broadcast:
             numbers = numbers - self._relay(devices, numbers, transfers)
         for message in self._messages:
             keys = [number for number in message if number in numbers]
-            if not keys:
-                continue
-            tensors = self.at(owner)
-            copies = {0: pack([tensors[key] for key in keys])}
-            for sender, receiver in reversed(tree_pairs(len(devices))):
-                device = devices[receiver]
-                of_device = self.at(device)
-                targets = [of_device[key] for key in keys]
-                copies[receiver] = deliver(
-                    copies[sender], targets, device, transfers, "replicate"
-                )
-            del copies  # only one message has memory at a time
+            if len(keys) == 1:
+                self._send_alone(devices, keys[0], transfers)
+            elif keys:
+                self._send_packed(devices, keys, transfers)
+
+    def _send_alone(
+        self, devices: Sequence[torch.device], number: int, transfers: Transfers
+    ) -> None:
+        """Send one tensor from the first device to all others."""
+        for sender, receiver in reversed(tree_pairs(len(devices))):
+            source = self.at(devices[sender])[number]
+            target = self.at(devices[receiver])[number]
+            transfers.copy_into(target, source, "replicate")
+
+    def _send_packed(
+        self,
+        devices: Sequence[torch.device],
+        numbers: Sequence[int],
+        transfers: Transfers,
+    ) -> None:
+        """Send the tensors of a message from the first device to all others."""
+        of_owner = self._flat_at(devices[0])
+        parts = [of_owner[number] for number in numbers]
+        sizes = list(map(Tensor.numel, parts))
+        packed = {0: torch.cat(parts)}
+        for sender, receiver in reversed(tree_pairs(len(devices))):
+            device = devices[receiver]
+            packed[receiver] = transfers.copy(packed[sender], device, "replicate")
+            of_receiver = self._flat_at(device)
+            targets = [of_receiver[number] for number in numbers]
+            unpack(packed[receiver], sizes, targets)
 
     def _relay(
         self, devices: Sequence[torch.device], numbers: Set[int], transfers: Transfers

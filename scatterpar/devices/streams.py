@@ -50,16 +50,32 @@ def accelerator_in_use() -> bool:
     return bool(is_initialized())
 
 
-@contextlib.contextmanager
-def use_device(device: torch.device, streams: Sequence[torch.Stream]) -> Iterator[None]:
+def use_device(
+    device: torch.device, streams: Sequence[torch.Stream]
+) -> contextlib.AbstractContextManager[object]:
     """In the body, ``device`` and ``streams`` are current."""
+    if streams:
+        return _use_streams(device, streams)
+    return _use_index(device)
+
+
+@contextlib.contextmanager
+def _use_streams(
+    device: torch.device, streams: Sequence[torch.Stream]
+) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for stream in streams:
             stack.enter_context(_duplicate(stream))
         # The device last: entering a stream makes its device current.
-        if device.type != "cpu":
-            stack.enter_context(torch.accelerator.device_index(device.index))
-        yield
+        with _use_index(device):
+            yield
+
+
+def _use_index(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    # No generator of Python, because a step enters devices some dozens of times.
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    return torch.accelerator.device_index(device.index)
 
 
 def has_streams(device: torch.device) -> bool:

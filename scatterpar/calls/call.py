@@ -379,7 +379,7 @@ class Calls:
         # A single replica's gradients are those of all rows. In a backward pass, where
         # a checkpoint calls again, gradients are arriving.
         if len(modules) > 1 and current_graph_task() == -1:
-            leaves = [slot.tensor for slot in replica_set.slots.trained if slot.is_leaf]
+            leaves = replica_set.slots.trained_leaves
         with (
             parameter_writes_refused([replica_set]),
             refused_inner_backward(self._root, leaves),

@@ -20,17 +20,15 @@ def trained_by(
     replica_sets: Sequence[ReplicaSet], outputs: Sequence[Any]
 ) -> list[Tensor]:
     """The user's leaves that are replicated, and those behind ``outputs``."""
-    leaves: dict[int, Tensor] = {}
+    leaves: list[Tensor] = []
     for replica_set in replica_sets:
-        for slot in replica_set.slots.trained:
-            if slot.is_leaf:
-                leaves[id(slot.tensor)] = slot.tensor
+        leaves += replica_set.slots.trained_leaves
     nodes: list[Any] = []
     for tensor in nested.tensors(list(outputs)):
         nodes += nodes_reached(tensor, nodes)
-    for leaf in leaves_of(nodes):
-        leaves[id(leaf)] = leaf
-    return list(leaves.values())
+    leaves += leaves_of(nodes)
+    # Each once: tensors have no equality that is one answer.
+    return list({id(leaf): leaf for leaf in leaves}.values())
 
 
 _ROWS_OF_SHARE = "_scatterpar_rows"

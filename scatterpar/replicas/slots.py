@@ -56,6 +56,7 @@ class Slots:
         all: by number.
         trained: the slots of tensors that are trained.
         trained_numbers: the numbers of these.
+        trained_leaves: the user's tensors of these that are leaves.
         requires_grad: of each tensor, when the slots were made.
     """
 
@@ -72,6 +73,8 @@ class Slots:
             self.all.append(Slot(number, tensor, is_parameter, is_leaf(tensor), dtype))
         self.trained = [slot for slot in self.all if slot.is_trained]
         self.trained_numbers = [slot.number for slot in self.trained]
+        # A list, because each step asks for hundreds.
+        self.trained_leaves = [slot.tensor for slot in self.trained if slot.is_leaf]
 
 
 def sum_dtype(tensor: Tensor, accumulate_dtype: torch.dtype | None) -> torch.dtype:

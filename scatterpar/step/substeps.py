@@ -276,15 +276,12 @@ def user_state_guarded(attempt: Attempt) -> Iterator[None]:
     """
     criterion = attempt.request.criterion
     referents = save_referents(attempt, criterion)
-    # By id, because model and criterion may share leaves.
-    leaves: dict[int, Tensor] = {}
+    leaves: list[Tensor] = []
     for replica_set in attempt.replicas.replica_sets:
-        for slot in replica_set.slots.trained:
-            if slot.is_leaf:
-                leaves[id(slot.tensor)] = slot.tensor
-    for leaf in trained_leaves(referents):
-        leaves[id(leaf)] = leaf
-    attempt.user_leaves = list(leaves.values())
+        leaves += replica_set.slots.trained_leaves
+    leaves += trained_leaves(referents)
+    # Each once: model and criterion may share leaves.
+    attempt.user_leaves = list({id(leaf): leaf for leaf in leaves}.values())
     with set_aside(attempt.user_leaves):
         yield
         for leaf in attempt.user_leaves:

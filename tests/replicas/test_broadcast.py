@@ -223,12 +223,14 @@ def test_other_devices_are_other_broadcast(module, broadcast):
     assert not broadcast.adopt(contents, DEVICES[:2])
 
 
+@pytest.mark.parametrize("relays", [False, True])
 @pytest.mark.parametrize("exchanges", [False, True])
-def test_relay_of_the_last_step_sends_values_of_now(
-    broadcast, module, exchanges, monkeypatch
+def test_views_of_the_last_step_have_values_of_now(
+    broadcast, module, exchanges, relays, monkeypatch
 ):
-    """It is kept for the next step, unless the user has exchanged a storage."""
-    monkeypatch.setattr(pieces, "BYTES_PER_DEVICE", 1)
+    """They are kept for the next step, unless the user has exchanged a storage."""
+    if relays:
+        monkeypatch.setattr(pieces, "BYTES_PER_DEVICE", 1)
     for step in range(3):
         with torch.no_grad():
             if exchanges:
@@ -249,6 +251,34 @@ def test_relay_of_other_tensors_is_another(broadcast, module, monkeypatch):
             change(module)
         sent(broadcast)
         assert_everywhere(broadcast, module)
+
+
+def test_arrival_of_packed_tensors_is_counted(broadcast, module):
+    """A graph that has saved a copy refuses its backward pass afterwards."""
+    sent(broadcast)
+    before = [tensor._version for tensor in broadcast.at(DEVICES[1])]
+    with torch.no_grad():
+        module.weight.add_(1)
+        module.mean.add_(1)
+    sent(broadcast)
+    after = [tensor._version for tensor in broadcast.at(DEVICES[1])]
+    assert all(now > earlier for now, earlier in zip(after, before, strict=True))
+
+
+class Subclass(torch.Tensor):
+    """A tensor of a class of the user's."""
+
+
+def test_tensor_of_a_subclass_is_sent_alone(module):
+    module.own = torch.ones(2).as_subclass(Subclass)
+    broadcast = Broadcast(ModuleContents((module,)), DEVICES)
+    for value in (1.0, 2.0):
+        with torch.no_grad():
+            module.own.fill_(value)
+        sent(broadcast)
+        for device in DEVICES:
+            _, _, own = broadcast.at(device)
+            assert own.tolist() == [value, value]
 
 
 def test_relay_packs_dtypes_together(monkeypatch):

@@ -28,6 +28,9 @@ class DeviceClock:
         launching: seconds from the first launch to the last one.
     """
 
+    # For ``__del__``, if an interrupt ends the constructor before it has an event.
+    _first: torch.Event | None = None
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._first = _recorded(device)

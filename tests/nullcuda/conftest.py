@@ -9,6 +9,7 @@ from nullcuda import card
 NEED_IT = [
     "test_memory_of_calls.py",
     "test_memory_of_graphs.py",
+    "test_memory_of_looks.py",
     "test_streams.py",
     "test_the_path.py",
 ]

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from nullcuda.card import Record
 
+from benchmarks.many_cards import simulation
 from benchmarks.many_cards.simulation import Host, Machine, Simulation, ratio
 from benchmarks.many_cards.traces import Case, Round, Trace, Traced
 
@@ -118,17 +119,18 @@ def test_workers_do_not_wait_for_each_other():
     assert end == pytest.approx(13.2)
 
 
-def test_steps_in_times_of_what_a_gpu_computes():
-    """The host's time for an eager sub-step sets its pace in all else."""
+def run_of_two_graphs(seconds, graphs=""):
+    """A run of a case, with one step of two graphs: the host computes for ``seconds``
+    before each graph, and for one second in an eager sub-step.
+    """
     # Four sub-steps in four seconds, of a convolution and another kernel each.
     kernels = []
     for number in range(1, 5):
         kernels += [record("library", number), record("launch", number)]
     baseline = Trace.of([*begun(1), *kernels])
-    # A step of two graphs, for which the host computes as long as for two sub-steps.
-    graphs = record("graph_launch", 1), record("graph_launch", 2)
-    steps = Trace.of([*begun(1), *graphs])
-    traced = Traced(
+    launches = record("graph_launch", seconds), record("graph_launch", 2 * seconds)
+    steps = Trace.of([*begun(1), *launches])
+    return Traced(
         Case("gpt", 1, 2),
         num_steps=1,
         rounds=[Round(steps, baseline)],
@@ -136,9 +138,29 @@ def test_steps_in_times_of_what_a_gpu_computes():
         caller_seconds=[],
         host_seconds=[],
         baseline_host_seconds=[],
-        graphs="",
+        graphs=graphs,
         micro_batch=512,
     )
+
+
+def test_steps_in_times_of_what_a_gpu_computes():
+    """The host's time for an eager sub-step sets its pace in all else."""
     host = Host(7, 28, hand_over=0, link=300, graph_launch=0, cores=16)
     # The first graph is launched at 7, and both are computed in 56 ms.
-    assert ratio(traced, host) == pytest.approx((7 + 56) / 56)
+    assert ratio(run_of_two_graphs(1), host) == pytest.approx((7 + 56) / 56)
+
+
+def test_row_has_median_and_range_of_runs(monkeypatch, tmp_path, capsys):
+    def traced(case, folder, number=0):
+        assert folder == tmp_path
+        return run_of_two_graphs([2, 1, 4][number], f"of {case.cards}")
+
+    monkeypatch.setattr(simulation, "traced", traced)
+    monkeypatch.setattr(simulation, "ROWS", [Case("gpt", 0, 2)])
+    options = ["--host", "7", "--graph-launch", "0", "--folder", str(tmp_path)]
+    begin = "| gpt | `forward_backward` | 2 | of 4; of 8 |"
+    simulation.main(options)
+    assert capsys.readouterr().out.endswith(f"\n{begin} 1.25 | 1.25 |\n")
+    simulation.main([*options, "--traces", "3"])
+    cell = "1.25 (1.12 to 1.50)"
+    assert capsys.readouterr().out.endswith(f"\n{begin} {cell} | {cell} |\n")

@@ -361,10 +361,26 @@ ROWS = (
 )
 
 
+class Results(NamedTuple):
+    """The results of the runs in which a case was traced.
+
+    Attributes:
+        graphs: what became of graphs in the last step of each run.
+        ratios: by ``Host.ms`` and ``Host.hand_over``, the ``ratio`` of each run.
+    """
+
+    graphs: list[str]
+    ratios: defaultdict[tuple[float, float], list[float]]
+
+
 def print_table(options: Any, folder: Path) -> None:
     """Print steps of each number of GPUs, beside what the GPUs compute."""
     print("Steps in times of what each GPU computes. Where there are two numbers, a")
-    print(f"hand-over of the GIL takes 0 and {options.hand_over:g} us.\n")
+    print(f"hand-over of the GIL takes 0 and {options.hand_over:g} us.")
+    if options.traces > 1:
+        print(f"Medians of {options.traces} runs. In brackets: the smallest and the")
+        print("largest number of all runs.")
+    print()
     columns = [
         f"{cards} GPUs, host {ms:g} ms"
         for ms in options.host
@@ -374,41 +390,63 @@ def print_table(options: Any, folder: Path) -> None:
     print("|---|---|---:|---|" + "---:|" * len(columns), flush=True)
     for row in ROWS:
         if row.network in options.network:
-            cases = {n: traced(row._replace(cards=n), folder) for n in options.cards}
+            of_cards: list[Results] = []
+            for cards in options.cards:
+                case = row._replace(cards=cards)
+                of_cards.append(_results(case, options, folder))
             cells = [
-                _cell(cases[cards], ms, options)
+                _cell(results, ms, options)
                 for ms in options.host
-                for cards in options.cards
+                for results in of_cards
             ]
             program = PROGRAMS[row.program]
             if row.pageable:
                 program += ", pageable rows"
             if row.fused:
                 program += ", `AdamW(fused=True)`"
-            head = f"| {row.network} | {program} | {row.accum} | {_graphs(cases)} |"
+            head = f"| {row.network} | {program} | {row.accum} | {_graphs(of_cards)} |"
             print(f"{head} {' | '.join(cells)} |", flush=True)
 
 
-def _graphs(cases: dict[int, Traced]) -> str:
+def _results(case: Case, options: Any, folder: Path) -> Results:
+    """The results of ``--traces`` runs of a case. The records of one at a time are in
+    memory.
+    """
+    results = Results([], defaultdict(list))
+    for number in range(options.traces):
+        run = traced(case, folder, number)
+        results.graphs.append(run.graphs)
+        for ms in options.host:
+            for hand_over in (0.0, options.hand_over):
+                host = Host(
+                    ms,
+                    options.device,
+                    hand_over,
+                    options.link,
+                    options.graph_launch,
+                    options.cores,
+                )
+                results.ratios[ms, hand_over].append(ratio(run, host))
+    return results
+
+
+def _graphs(of_cards: Sequence[Results]) -> str:
     """What became of graphs in the last step."""
-    return "; ".join(dict.fromkeys(case.graphs for case in cases.values()))
+    texts = [graphs for results in of_cards for graphs in results.graphs]
+    return "; ".join(dict.fromkeys(texts))
 
 
-def _cell(case: Traced, ms: float, options: Any) -> str:
-    low, high = (
-        ratio(
-            case,
-            Host(
-                ms,
-                options.device,
-                hand_over,
-                options.link,
-                options.graph_launch,
-                options.cores,
-            ),
-        )
-        for hand_over in (0.0, options.hand_over)
-    )
+def _cell(results: Results, ms: float, options: Any) -> str:
+    without_wait = results.ratios[ms, 0.0]
+    with_wait = results.ratios[ms, options.hand_over]
+    cell = _range(median(without_wait), median(with_wait))
+    if options.traces > 1:
+        ratios = without_wait + with_wait
+        cell += f" ({_range(min(ratios), max(ratios))})"
+    return cell
+
+
+def _range(low: float, high: float) -> str:
     return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
 
 
@@ -426,6 +464,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--hand-over", type=float, default=8, help="of the GIL, in us")
     add("--graph-launch", type=float, default=200, help="us")
     add("--cores", type=int, default=16, help="of the host")
+    add("--traces", type=int, default=1, help="runs of each case; prints medians")
     add("--folder", type=Path, help="keeps the traces for the next run")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:

@@ -197,9 +197,13 @@ class Traced(NamedTuple):
     micro_batch: int
 
 
-def traced(case: Case, folder: Path) -> Traced:
-    """Read the traces of a case; make them in a process of its own if need be."""
-    file = folder / f"{case.name}.pickle"
+def traced(case: Case, folder: Path, number: int = 0) -> Traced:
+    """Read the traces of a case; make them in a process of its own if need be.
+
+    Each ``number`` is a run of its own: another process, and another file.
+    """
+    name = f"{case.name}-{number}" if number else case.name
+    file = folder / f"{name}.pickle"
     if not file.exists():
         module = "benchmarks.many_cards.launch_trace"
         command = [sys.executable, "-W", "ignore", "-m", module, str(file)]

@@ -52,7 +52,14 @@ from scatterpar.verify.measurements import (
 from scatterpar.verify.moved_state import moved_between
 from scatterpar.verify.results import Result
 from scatterpar.verify.row_broadcasts import broadcast_of_rows
-from scatterpar.verify.rows import MAX_BYTES, MIN_ROWS, Parts, RowChoice, in_two
+from scatterpar.verify.rows import (
+    MAX_BYTES,
+    MIN_ROWS,
+    Parts,
+    RowChoice,
+    affordable_rows,
+    in_two,
+)
 from scatterpar.verify.runs import RunResult, Runs
 from scatterpar.verify.verdicts import (
     RIGHT,
@@ -280,11 +287,15 @@ class ReplicaLook:
     @property
     def _is_small_batch(self) -> bool:
         """Whether the whole batch can be computed at once without much memory."""
-        num_rows = self.choice.request.rows
-        # The cheap question first: the other one computes a sub-step.
-        if num_rows > _MAX_ROWS_OF_BATCH:
+        request = self.choice.request
+        if request.rows > _MAX_ROWS_OF_BATCH:
             return False
-        return self._bytes_per_row * num_rows < MAX_BYTES
+        # Asked before the graph is measured, which computes a sub-step with a copy of
+        # its rows.
+        tensors = [tensor for batch in request.batches for tensor in batch.tensors()]
+        if affordable_rows(tensors, request.rows) < request.rows:
+            return False
+        return self._bytes_per_row * request.rows < MAX_BYTES
 
     @property
     def _is_cheap_step(self) -> bool:

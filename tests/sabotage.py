@@ -2186,7 +2186,7 @@ SABOTAGES = [
         promise="loops of libraries",
         file="integrations/divided_modules.py",
         place="DividedModules.no_sync",
-        text="len(self._device_ids) == 1",
+        text="len(self.device_ids) == 1",
         replacement="True",
         seen_by="test_gradients_are_added_outside_of_no_sync",
     ),

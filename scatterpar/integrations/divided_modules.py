@@ -50,6 +50,7 @@ class DividedModules:
 
     Attributes:
         model: the model, without its wrapper; the owner if there is one.
+        device_ids: one entry per replica.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class DividedModules:
     ) -> None:
         self.model, _ = unwrapped(model)
         self._wrapped = model
-        self._device_ids = resolve(device_ids)
+        self.device_ids = resolve(device_ids)
         self._children = _Children() if is_owner else None
         self._excluded = excluded
         self._engine: ScatterOnceParallel | None = None
@@ -82,7 +83,7 @@ class DividedModules:
         """The engine of the model, which the first divided call makes."""
         if self._engine is None:
             root = self._wrapped if self._children is None else self._children
-            self._engine = ScatterOnceParallel(root, device_ids=self._device_ids)
+            self._engine = ScatterOnceParallel(root, device_ids=self.device_ids)
         return self._engine
 
     def close(self) -> None:
@@ -96,24 +97,27 @@ class DividedModules:
 
         That may be before the first call, as accelerate enters it around a batch.
         """
-        if len(self._device_ids) == 1 or not self.models():
+        has_calls = bool(self._calls) or bool(self.models())
+        if len(self.device_ids) == 1 or not has_calls:
             return contextlib.nullcontext()
         return self.engine.no_sync()
 
     @contextlib.contextmanager
-    def step(self, batch: Any = None) -> Iterator[None]:
+    def step(self, batch: Any = None, *, goes_on: bool = False) -> Iterator[None]:
         """In the body, calls of the model are divided.
 
-        ``batch`` is what the loop has read; ``None`` continues the step before.
+        ``batch`` is what the loop has read; ``None`` for that of the step before. If
+        this step ``goes_on``, as in its backward pass, its modules are known.
         """
         if batch is not None:
             self._rows = _num_rows(batch)
             self._divided_parts.clear()
         # Inside of a step, or on one device, which computes all calls as they are.
-        if self._is_in_step or len(self._device_ids) == 1:
+        if self._is_in_step or len(self.device_ids) == 1:
             yield
             return
-        self._calls = self._found_calls()
+        if not goes_on:
+            self._calls = self._found_calls()
         self._is_in_step = True
         self._install()
         try:

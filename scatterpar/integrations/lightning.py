@@ -71,6 +71,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     @property
     def root_device(self) -> torch.device:
         """The device of the LightningModule: that of the first replica."""
+        if self._divided is not None:  # it is asked for in each batch
+            return physical(self._divided.device_ids[0])
         return physical(self._resolved_devices()[0])
 
     def _resolved_devices(self) -> Sequence[torch.device]:
@@ -131,7 +133,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if accumulates:
             self._until_backward_ends.enter_context(divided.no_sync())
         # Activation checkpoints call networks again.
-        self._until_backward_ends.enter_context(divided.step())
+        self._until_backward_ends.enter_context(divided.step(goes_on=True))
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """The backward pass is over."""

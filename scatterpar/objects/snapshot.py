@@ -5,9 +5,9 @@ from __future__ import annotations
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator
-from itertools import chain, islice, starmap
+from itertools import chain, compress, islice, repeat, starmap
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -31,6 +31,14 @@ _SWITCHES = {bool, str, bytes, types.NoneType}
 # The number of a container, the position of a key, the value there. Not the key: in a
 # replica's dictionary it may be the replica's module.
 ValueChange = tuple[int, int, Any]
+
+
+class _PlainValues(NamedTuple):
+    """Plain values, each with its dictionary and its key there."""
+
+    dictionaries: list[dict[str, Any]]
+    names: list[str]
+    values: list[Any]
 
 
 class Snapshot:
@@ -66,9 +74,12 @@ class Snapshot:
         # lengths take three times as long.
         self._empty: list[Any] = []
         self._dicts: list[dict[str, Any]] = []
+        self._sizes_of_dicts: list[int] = []
         self._names: list[str] = []
         self._values: list[Any] = []
         self._others: list[tuple[Any, Any]] = []
+        # Found when they are asked for: a schedule changes values in each step.
+        self._plain: _PlainValues | None = None
         for container, saved in zip(self._containers, self._saved, strict=True):
             if not saved:
                 self._empty.append(container)
@@ -78,6 +89,7 @@ class Snapshot:
             # Keys may be tensors, whose ``==`` is no answer.
             if type(container) is dict and {str}.issuperset(map(type, saved)):
                 self._dicts.append(container)
+                self._sizes_of_dicts.append(len(saved))
                 self._names += saved
                 self._values += saved.values()
             else:
@@ -98,6 +110,30 @@ class Snapshot:
         if not all(map(is_, values, self._values)):
             return False
         return all(starmap(is_same, self._others))
+
+    def has_same_plain_values(self) -> bool:
+        """Whether dictionaries with names as keys have the same plain values.
+
+        Takes a fourth of the time of ``unchanged``. ``False``, too, if any other
+        container has changed.
+        """
+        if self._plain is None:
+            self._plain = self._plain_values()
+        plain = self._plain
+        present = map(dict.get, plain.dictionaries, plain.names)
+        if not all(map(is_, present, plain.values)):
+            return False
+        return all(starmap(is_same, self._others))
+
+    def _plain_values(self) -> _PlainValues:
+        """The plain values in dictionaries with names as keys."""
+        are_plain = list(map(PLAIN.__contains__, map(type, self._values)))
+        owners = chain.from_iterable(map(repeat, self._dicts, self._sizes_of_dicts))
+        return _PlainValues(
+            list(compress(owners, are_plain)),
+            list(compress(self._names, are_plain)),
+            list(compress(self._values, are_plain)),
+        )
 
     def flags(self) -> int:
         """A hash of the values that may be switches: strings, booleans, bytes and
@@ -146,6 +182,22 @@ class Snapshot:
                 changes.append((number, position, value))
         return changes if self._facts() == self._known else None
 
+    def replaced_values(self) -> list[ValueChange]:
+        """As ``value_changes``, of dictionaries with names as keys, whatever else has
+        changed.
+        """
+        changes: list[ValueChange] = []
+        for number, container, saved in self.changed():
+            if not isinstance(saved, dict):
+                continue
+            for position, (name, earlier) in enumerate(saved.items()):
+                if type(name) is not str or name not in container:
+                    continue
+                value = container[name]
+                if value is not earlier and {type(value), type(earlier)} <= PLAIN:
+                    changes.append((number, position, value))
+        return changes
+
     def new_data(self, registries: Container[int]) -> list[tuple[int, Any, Any]] | None:
         """Number, container and saved contents of each in which data was written.
 
@@ -179,7 +231,8 @@ class Snapshot:
     def apply_changes(self, changes: Iterable[ValueChange]) -> None:
         """Replace plain values in the containers and in their remembered contents."""
         for number, position, value in changes:
-            key = next(islice(self._containers[number], position, None))
+            # Its position in the container may be another one since.
+            key = next(islice(self._saved[number], position, None))
             self._containers[number][key] = value
             self._saved[number][key] = value
         self._remember()

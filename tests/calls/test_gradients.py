@@ -1056,6 +1056,39 @@ def test_failed_pass_loses_nothing(ids, where):
     torch.testing.assert_close(*found)
 
 
+class Scaled(nn.Module):
+    """Computes its second layer again, times a factor that the loop may change."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = mlp()
+        self.factor = 1.0
+
+    def forward(self, rows):
+        return checkpoint(self.outputs_of, self.layers[0](rows), use_reentrant=True)
+
+    def outputs_of(self, hidden):
+        return self.layers[2](self.factor * hidden)
+
+
+@pytest.mark.parametrize("is_synced", [True, False])
+@pytest.mark.parametrize("ids", LAYOUTS, ids="+".join)
+def test_checkpoint_computes_as_the_module_is_now(ids, is_synced):
+    """As in plain torch, where a flag may be switched after the call."""
+    net, plain = build(Scaled), build(Scaled)
+    with ScatterOnceParallel(net, device_ids=ids, verify=False) as engine:
+        for call, module in ((engine, net), (plain, plain)):
+            loss_of(call)  # the first call makes replicas
+            loss = loss_of(call)
+            module.factor = 3.0
+            is_waiting = module is net and not is_synced
+            with engine.no_sync() if is_waiting else contextlib.nullcontext():
+                loss.backward()
+        # Nothing has arrived: this pass adds what waits.
+        (0 * loss_of(engine)).backward()
+        assert_gradients(net, gradients(plain))
+
+
 class RowOfWeight(nn.Module):
     """Computes with a tensor that the loop has computed from a parameter."""
 

@@ -189,6 +189,40 @@ def test_checkpoint_inside_of_the_model(divided_calls):
     divided.close()
 
 
+class Scaled(Net):
+    """Computes its head again, times a factor that the loop may change."""
+
+    factor = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, rows):
+        return checkpoint(self.outputs_of, self.body(rows), use_reentrant=True)
+
+    def outputs_of(self, hidden):
+        return self.heads[0](self.factor * hidden)
+
+
+def test_checkpoint_in_a_step_that_goes_on():
+    """As Lightning makes a backward pass; calls were as before the factor changed."""
+    model = build(Scaled)
+    plain = copy.deepcopy(model)
+    divided = DividedModules(model, VIRTUAL)
+    with divided.step(ROWS):
+        model(ROWS)  # the first call makes replicas
+        loss = model(ROWS).square().mean()
+    expected = plain(ROWS).square().mean()
+    model.factor = plain.factor = 3.0
+    with divided.step(goes_on=True):
+        loss.backward()
+    expected.backward()
+    for parameter, of_plain in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, of_plain.grad)
+    divided.close()
+
+
 def test_checkpoint_around_a_part(divided_calls):
     model = net()
     plain = copy.deepcopy(model)

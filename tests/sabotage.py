@@ -1153,8 +1153,8 @@ SABOTAGES = [
         promise="exact",
         file="calls/gradients.py",
         place="CallGradients.arrive",
-        text="self._keep(backward_pass.arrived, arrived, bucket.tensors)",
-        replacement="self._keep(self._waiting, arrived, bucket.tensors)",
+        text="self._keep(backward_pass.arrived, arrived, bucket)",
+        replacement="self._keep(self._waiting, arrived, bucket)",
         seen_by="test_failed_pass_leaves_nothing_for_the_next",
     ),
     Sabotage(

@@ -132,10 +132,10 @@ class _Bucket:
     gradients: CallGradients
     tensors: list[Tensor]
     dtypes: list[torch.dtype]  # in which gradients are added
-    keys: list[int] = field(init=False)  # the ``id`` of each tensor
+    by_key: dict[int, Tensor] = field(init=False)  # the tensors by ``id``
 
     def __post_init__(self) -> None:
-        self.keys = list(map(id, self.tensors))
+        self.by_key = {id(tensor): tensor for tensor in self.tensors}
 
 
 class CallGradients:
@@ -315,7 +315,7 @@ class CallGradients:
                 {
                     key: gradient if gradient.dtype == dtype else gradient.to(dtype)
                     for key, dtype, gradient in zip(
-                        bucket.keys, bucket.dtypes, part, strict=True
+                        bucket.by_key, bucket.dtypes, part, strict=True
                     )
                     if gradient is not None
                 }
@@ -336,10 +336,10 @@ class CallGradients:
             return self._sums(bucket, arrived)
         if backward_pass is None:  # of a checkpoint inside of a replica
             *_, around = self._passes.values()
-            self._keep(around.arrived, arrived, bucket.tensors)
+            self._keep(around.arrived, arrived, bucket)
             return self._nothing_yet(bucket, gradients)
         if not backward_pass.is_synced:
-            self._keep(backward_pass.arrived, arrived, bucket.tensors)
+            self._keep(backward_pass.arrived, arrived, bucket)
             return self._nothing_yet(bucket, gradients)
         for waiting, unaccumulated, of_replica in zip(
             self._waiting, backward_pass.unaccumulated, arrived, strict=True
@@ -628,21 +628,23 @@ class CallGradients:
             return False
         return versions(known) == [mark.version for mark in marks]
 
-    def _keep(
-        self, kept: ByReplica, arrived: ByReplica, tensors: Iterable[Tensor]
-    ) -> None:
-        # Autograd drops replica 0's of what was frozen after the call.
-        trained = {id(tensor): tensor for tensor in tensors if tensor.requires_grad}
-        with torch.no_grad():
-            for of_replica, gradients in zip(kept, arrived, strict=True):
-                if any(map(REQUIRES_GRAD, gradients.values())):  # ``create_graph=True``
-                    raise RuntimeError(_GRAPH_OF_PART)
-                if gradients.keys() <= trained.keys() - of_replica.keys():  # mostly
-                    of_replica |= gradients
-                    continue
+    def _keep(self, kept: ByReplica, arrived: ByReplica, bucket: _Bucket) -> None:
+        trained = bucket.by_key
+        if not all(map(REQUIRES_GRAD, bucket.tensors)):
+            # Autograd drops replica 0's of what was frozen after the call.
+            tensors = bucket.by_key.items()
+            trained = {key: tensor for key, tensor in tensors if tensor.requires_grad}
+        for of_replica, gradients in zip(kept, arrived, strict=True):
+            if any(map(REQUIRES_GRAD, gradients.values())):  # ``create_graph=True``
+                raise RuntimeError(_GRAPH_OF_PART)
+            are_new = of_replica.keys().isdisjoint(gradients)
+            if are_new and gradients.keys() <= trained.keys():  # mostly
+                of_replica |= gradients
+                continue
+            with torch.no_grad():
                 for key in gradients.keys() & trained.keys():
                     _plus_in(of_replica, key, gradients[key])
-            self._tensors |= trained
+        self._tensors |= trained
 
     def _mark(self) -> None:
         """Remember the user's gradients, to see later whether they were dropped."""
@@ -886,9 +888,9 @@ def _let_wait(waiting: dict[int, Tensor], arrived: dict[int, Tensor]) -> None:
     """Add gradients, which may be somebody else's tensors, too, to those that wait,
     which nobody else has: they are overwritten. Takes them out of ``arrived``.
     """
-    together = [key for key in arrived if key in waiting]
-    sums = [waiting[key] for key in together]
-    added = [arrived.pop(key) for key in together]
+    together = list(filter(waiting.__contains__, arrived))
+    sums = list(map(waiting.__getitem__, together))
+    added = list(map(arrived.pop, together))
     if has_foreach(*sums, *added):  # mostly: as one operator
         if sums:
             torch._foreach_add_(sums, added)
@@ -899,7 +901,7 @@ def _let_wait(waiting: dict[int, Tensor], arrived: dict[int, Tensor]) -> None:
     for keys in coalescing.messages(arrived):
         originals = [arrived.pop(key) for key in keys]
         copies = list(map(torch.empty_like, originals))
-        copy_each(copies, originals)
+        copy_each(copies, originals, [range(len(keys))])  # as one message, again
         waiting.update(zip(keys, copies, strict=True))
 
 

@@ -993,9 +993,9 @@ def test_gradients_are_twice_in_memory_by_message(monkeypatch):
     num_alive = []
     copy_each = call_gradients.copy_each
 
-    def counted(targets, sources):
+    def counted(targets, *others):
         num_alive.append(sum(original() is not None for original in originals))
-        copy_each(targets, sources)
+        copy_each(targets, *others)
 
     monkeypatch.setattr(call_gradients, "copy_each", counted)
     waiting = {}

@@ -1701,10 +1701,10 @@ SABOTAGES = [
     Sabotage(
         name="checkpoints of replicas compute again with the values of the call",
         promise="never stale",
-        file="replicas/replicas.py",
-        place="ReplicaSet.follow_values",
-        text="state.has_same_plain_values()",
-        replacement="True",
+        file="objects/snapshot.py",
+        place="Snapshot.replaced_values",
+        text="if are_same and",
+        replacement="if",
         seen_by="test_checkpoint_computes_as_the_module_is_now",
     ),
     Sabotage(
@@ -1712,8 +1712,8 @@ SABOTAGES = [
         promise="never stale",
         file="replicas/replicas.py",
         place="ReplicaSet.follow_values",
-        text="changes = state.replaced_values()",
-        replacement="return",
+        text="state.replaced_values()",
+        replacement="state.value_changes()",
         seen_by="test_checkpoint_in_a_step_that_goes_on",
     ),
     Sabotage(

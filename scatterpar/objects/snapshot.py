@@ -111,29 +111,18 @@ class Snapshot:
             return False
         return all(starmap(is_same, self._others))
 
-    def has_same_plain_values(self) -> bool:
-        """Whether dictionaries with names as keys have the same plain values.
-
-        Takes a fourth of the time of ``unchanged``. ``False``, too, if any other
-        container has changed.
-        """
-        if self._plain is None:
-            self._plain = self._plain_values()
-        plain = self._plain
-        present = map(dict.get, plain.dictionaries, plain.names)
-        if not all(map(is_, present, plain.values)):
-            return False
-        return all(starmap(is_same, self._others))
-
     def _plain_values(self) -> _PlainValues:
         """The plain values in dictionaries with names as keys."""
+        if self._plain is not None:
+            return self._plain
         are_plain = list(map(PLAIN.__contains__, map(type, self._values)))
         owners = chain.from_iterable(map(repeat, self._dicts, self._sizes_of_dicts))
-        return _PlainValues(
+        self._plain = _PlainValues(
             list(compress(owners, are_plain)),
             list(compress(self._names, are_plain)),
             list(compress(self._values, are_plain)),
         )
+        return self._plain
 
     def flags(self) -> int:
         """A hash of the values that may be switches: strings, booleans, bytes and
@@ -183,17 +172,22 @@ class Snapshot:
         return changes if self._facts() == self._known else None
 
     def replaced_values(self) -> list[ValueChange]:
-        """As ``value_changes``, of dictionaries with names as keys, whatever else has
-        changed.
+        """As ``value_changes``, whatever else has changed.
+
+        Mostly nothing has, and plain values alone are compared: in a fourth of the time
+        of ``unchanged``.
         """
+        plain = self._plain_values()
+        present = map(dict.get, plain.dictionaries, plain.names)
+        are_same = all(map(is_, present, plain.values))
+        if are_same and all(starmap(is_same, self._others)):
+            return []
         changes: list[ValueChange] = []
         for number, container, saved in self.changed():
             if not isinstance(saved, dict):
                 continue
-            for position, (name, earlier) in enumerate(saved.items()):
-                if type(name) is not str or name not in container:
-                    continue
-                value = container[name]
+            for position, (key, earlier) in enumerate(saved.items()):
+                value = container.get(key, earlier)
                 if value is not earlier and {type(value), type(earlier)} <= PLAIN:
                     changes.append((number, position, value))
         return changes

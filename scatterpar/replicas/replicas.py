@@ -369,17 +369,12 @@ class ReplicaSet:
         state = self.state
         if state is None:
             return
-        forms = self.broadcast.forms
-        have_same_forms = forms is not None and forms.are_same()
-        # Mostly, and each backward pass of a call asks.
-        if have_same_forms and state.has_same_plain_values():
-            return
-        changes = state.value_changes()
-        if changes is None:  # such as who runs a module's calls, in loops of libraries
-            changes = state.replaced_values()
+        # In loops of libraries more has changed: who runs the calls of modules.
+        changes = state.replaced_values()
         if changes:
             self._copy_values(state, changes)
-        if not have_same_forms:
+        forms = self.broadcast.forms
+        if forms is None or not forms.are_same():
             self._follow_requires_grad()
 
     def send(

@@ -301,12 +301,12 @@ def count_rows(
         for value in nested.with_contents(part):
             values.append((name, value))
     # All sizes first: whether a list has one entry per row depends on them.
-    sizes: dict[int, str] = {}  # each with the first value that has it
+    # Each with the first value that has it, which stands for all: an error names few.
+    sizes: dict[int, tuple[str, Any]] = {}
     for name, value in values:
         size = _size(value, dim)
-        # The first value of a size stands for all: an error names few.
         if size is not None and size not in sizes:
-            sizes[size] = f"{name} with {size} ({_shape_or_repr(value)})"
+            sizes[size] = name, value
     for name, value in values:
         problem = _problem(value, dim, sizes, refuse_grad)
         if problem:
@@ -322,7 +322,7 @@ def count_rows(
             f"tensors"
         )
     if len(sizes) > 1:
-        listed = ", ".join(list(sizes.values())[:_SHOWN_SIZES])
+        listed = ", ".join([*map(_named_size, sizes.items())][:_SHOWN_SIZES])
         if len(sizes) > _SHOWN_SIZES:
             listed += f" and {len(sizes) - _SHOWN_SIZES} more"
         raise ValueError(
@@ -334,7 +334,8 @@ def count_rows(
         )
     (rows,) = sizes
     if rows == 0:
-        raise ValueError(f"the batch is empty: {sizes[rows]} along dim={dim}")
+        (first,) = map(_named_size, sizes.items())
+        raise ValueError(f"the batch is empty: {first} along dim={dim}")
     return rows
 
 
@@ -359,9 +360,14 @@ def _views_of(sizes: Collection[int]) -> str:
     )
 
 
-def _shape_or_repr(value: Any) -> str:
-    """A tensor by its shape, a marker as it prints itself."""
-    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+def _named_size(item: tuple[int, tuple[str, Any]]) -> str:
+    """A size, and the value that has it: a tensor by its shape, a marker as it prints
+    itself.
+    """
+    size, (name, value) = item
+    is_tensor = isinstance(value, Tensor)
+    described = f"shape {tuple(value.shape)}" if is_tensor else repr(value)
+    return f"{name} with {size} ({described})"
 
 
 def _size(value: Any, dim: int) -> int | None:
@@ -460,6 +466,8 @@ def _problem(value: Any, dim: int, sizes: Collection[int], refuse_grad: bool) ->
 
 def _remedy(value: Any) -> str:
     """The remedy for an object with rows that is no dense tensor; else empty."""
+    if type(value) in (tuple, list, dict):  # mostly, and the questions take long
+        return ""
     modules = [kind.__module__ for kind in type(value).__mro__]
     if isinstance(value, Batches):
         return (

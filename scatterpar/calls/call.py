@@ -112,12 +112,14 @@ class OutputsOfReplicas:
         division: the rows of each.
         arguments: those of the call, of all rows.
         tensors: what is known of the tensors of an output.
+        lists: whether lists in an output may have one entry per row.
     """
 
     outputs: list[Any]
     division: Division
     arguments: Arguments
     tensors: OutputTensors
+    lists: Lists
 
 
 def require_grad(arguments: Arguments) -> bool:
@@ -330,7 +332,9 @@ class Calls:
                     tensors = self._look(call, options)
                 except ValueError as error:
                     raise IndivisibleCall(str(error)) from error
-                yield OutputsOfReplicas(outputs, division, arguments, tensors)
+                yield OutputsOfReplicas(
+                    outputs, division, arguments, tensors, call.lists
+                )
             except BaseException as error:
                 restore_after(
                     error,
@@ -496,7 +500,7 @@ class Calls:
             return nested.map_tensors(lambda t: division.on_master(0, t), outputs[0])
         dim = options.dim
         rows = division.rows
-        lists = self._lists(computed.arguments)
+        lists = computed.lists
         self._tell_of_lists(outputs, rows, dim, lists)
 
         # ``merge`` does not count: a number is known by the first replica's tensor.

@@ -75,8 +75,9 @@ class Division:
         is_marked = bool(batch.markers)
         values = Values(self.transfers)
         connected = self._connected(batch)
-        others = [p for p in batch.structure.rows if p not in connected]
-        batch.structure = replace(batch.structure, rows=tuple(others))
+        if connected:
+            others = [p for p in batch.structure.rows if p not in connected]
+            batch.structure = replace(batch.structure, rows=tuple(others))
         shares: list[Any] = []
         for number, share in enumerate(self.plan.shares):
             device = share.device

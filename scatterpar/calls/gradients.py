@@ -208,6 +208,16 @@ class CallGradients:
         )
         if slots is self._slots and alone == self._alone:
             return
+        # In inference mode torch leaves the copies connected, and says nothing.
+        with torch.inference_mode(False):
+            self._connect_anew(replica_set, alone, workers)
+
+    def _connect_anew(
+        self, replica_set: ReplicaSet, alone: frozenset[int], workers: Workers | None
+    ) -> None:
+        """As ``connect``, where those of ``alone`` have a node each."""
+        slots = replica_set.slots.all
+        trained = replica_set.slots.trained
         replicas = replica_set.replicas[1:]
         self.disconnect(replica_set)
         # Those of a parameter that is frozen for a while wait for the next sum.
@@ -276,8 +286,7 @@ class CallGradients:
         # they are now, such as with adapters switched on again.
         replica_set = None if self._replica_set is None else self._replica_set()
         if replica_set is not None:
-            with torch.inference_mode(False), torch.no_grad():
-                replica_set.follow_values()
+            replica_set.follow_values()
             self.connect(replica_set)
 
     def _add_pass(self, task: int, is_selected: bool) -> None:

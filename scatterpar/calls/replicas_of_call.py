@@ -164,9 +164,7 @@ class ReplicasOfCall:
                 self._unseen = frozenset(n for n, t in numbers if id(t) in unseen)
             else:
                 self._unseen = frozenset()
-        # In inference mode torch leaves the copies connected, and says nothing.
-        with torch.inference_mode(False):
-            self.gradients.connect(replica_set, workers)
+        self.gradients.connect(replica_set, workers)
 
     def modules_of(self, module: Any, count: int) -> list[Any]:
         """A module, or a method of one, and its copies in the other replicas."""

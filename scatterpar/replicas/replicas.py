@@ -375,7 +375,9 @@ class ReplicaSet:
             self._copy_values(state, changes)
         forms = self.broadcast.forms
         if forms is None or not forms.are_same():
-            self._follow_requires_grad()
+            # Tensors that are made in inference mode could not be trained later.
+            with torch.inference_mode(False), torch.no_grad():
+                self._follow_requires_grad()
 
     def send(
         self, transfers: Transfers, comparison: CopyComparison, *, lazily: bool

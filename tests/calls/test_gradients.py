@@ -1071,16 +1071,25 @@ class Scaled(nn.Module):
         return self.layers[2](self.factor * hidden)
 
 
+CHANGES_AFTER_CALLS = {
+    "another factor": lambda module: setattr(module, "factor", 3.0),
+    "a layer trains": lambda module: module.layers[2].requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_AFTER_CALLS)
 @pytest.mark.parametrize("is_synced", [True, False])
 @pytest.mark.parametrize("ids", LAYOUTS, ids="+".join)
-def test_checkpoint_computes_as_the_module_is_now(ids, is_synced):
+def test_checkpoint_computes_as_the_module_is_now(ids, is_synced, change):
     """As in plain torch, where a flag may be switched after the call."""
     net, plain = build(Scaled), build(Scaled)
+    for module in (net, plain):
+        module.layers[2].requires_grad_(change != "a layer trains")
     with ScatterOnceParallel(net, device_ids=ids, verify=False) as engine:
         for call, module in ((engine, net), (plain, plain)):
             loss_of(call)  # the first call makes replicas
             loss = loss_of(call)
-            module.factor = 3.0
+            CHANGES_AFTER_CALLS[change](module)
             is_waiting = module is net and not is_synced
             with engine.no_sync() if is_waiting else contextlib.nullcontext():
                 loss.backward()

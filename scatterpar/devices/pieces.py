@@ -19,10 +19,10 @@ from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from scatterpar.devices.coalescing import has_foreach, has_plain_class
+from scatterpar.devices.coalescing import has_foreach
 
 # For each device except the first. With fewer bytes, the launches for each piece cost
 # the host more time than links save.
@@ -110,7 +110,7 @@ def flat_view(tensor: Tensor) -> Tensor | None:
 
     ``None`` for a subclass, and if ``tensor`` is not dense, has gaps, or is empty.
     """
-    if not has_plain_class(tensor):
+    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
         return None
     # First: sparse tensors refuse the other questions.
     if not has_foreach(tensor) or not tensor.numel():

@@ -16,8 +16,10 @@ from torch import Tensor
 from scatterpar.devices.coalescing import (
     empty_like_on,
     messages,
+    pack,
     shareable_storage,
     tree_pairs,
+    unpack_as,
 )
 from scatterpar.devices.copies import to_numbers
 from scatterpar.devices.fingerprints import Fingerprints
@@ -41,6 +43,7 @@ _COMPARISONS_PER_READING = 16
 # By number of the tensors that are compared: all of their words, or samples.
 _Compared = dict[int, Reading]
 _NBYTES = attrgetter("nbytes")
+_DTYPE_OF_TENSOR = attrgetter("dtype")
 
 
 class CopyComparison(NamedTuple):
@@ -108,8 +111,9 @@ class Broadcast:
             parameters = [self._tensors[number] for number in self.parameters]
             self._copied = CopiedParameters(parameters)
         self._layout = _layout(contents)
-        # To see later whether a tensor's storage, shape or strides were exchanged.
+        # To see later whether a tensor's storage, layout or dtype was exchanged.
         self.places = list(map(Tensor.detach, self._tensors))
+        self._kinds = _kinds(self._tensors)
         self._addresses = addresses(self._tensors)
         self._sharing = sharing_storages(self._tensors)
         self.adoptions = 0
@@ -153,6 +157,7 @@ class Broadcast:
         self.contents = contents  # another root may hold the same tensors
         self._forget_flat()
         self.places = list(map(Tensor.detach, self._tensors))
+        self._kinds = _kinds(self._tensors)
         self._addresses = addresses(self._tensors)
         self._sharing = sharing_storages(self._tensors)
         self.adoptions += 1
@@ -175,11 +180,11 @@ class Broadcast:
             return True
         return self.are_in_place() or self.adopt(self.contents, self.memories)
 
-    def forget_moved(self) -> None:
-        """Forget flat views of the user's tensors, if a storage was exchanged since
+    def _forget_moved(self) -> None:
+        """Forget flat views of the user's tensors, if one is stored elsewhere since
         ``adopt_storages``.
         """
-        if not self.are_in_place():
+        if self.memories[0] in self._flat and not self.are_in_place():
             self._forget_flat()
 
     def _forget_flat(self) -> None:
@@ -298,7 +303,8 @@ class Broadcast:
         """Send the tensors that were sent with another version than the ``present``
         one, and those of ``unseen``, whose versions do not tell.
 
-        No value is read, as ``compare`` does. After a first ``send_changed``.
+        No value is read, as ``compare`` does. After a first ``send_changed``. The
+        tensors are where ``adopt_storages`` has found them.
         """
         if not self._copies:
             return
@@ -310,7 +316,6 @@ class Broadcast:
             return
         sent = self._sent
         self.invalidate()  # until all are sent
-        self.forget_moved()
         self._send_from(self.memories[0], changed, transfers)
         self._sent = sent | {number: present[number] for number in changed}
 
@@ -358,10 +363,15 @@ class Broadcast:
         """
         sent = self._sent
         self.invalidate()
-        self.forget_moved()
-        for memory in self.memories:
-            owned = {number for number, owner in owners.items() if owner == memory}
-            self._send_from(memory, owned, transfers)
+        # The optimizer may have exchanged storages of the user's parameters.
+        self._forget_moved()
+        try:
+            for memory in self.memories:
+                owned = {number for number, owner in owners.items() if owner == memory}
+                self._send_from(memory, owned, transfers)
+        finally:
+            # The user may put the former storages back, which are in place then.
+            self._forget_moved()
         present = versions(self._tensors)
         self._sent = sent | {number: present[number] for number in owners}
 
@@ -400,16 +410,28 @@ class Broadcast:
         transfers: Transfers,
     ) -> None:
         """Send the tensors of a message from the first device to all others."""
-        of_owner = self._flat_at(devices[0])
-        parts = [of_owner[number] for number in numbers]
-        sizes = list(map(Tensor.numel, parts))
-        packed = {0: torch.cat(parts)}
+        of_owner = self.at(devices[0])
+        packed = {0: pack([of_owner[number] for number in numbers])}
         for sender, receiver in reversed(tree_pairs(len(devices))):
             device = devices[receiver]
             packed[receiver] = transfers.copy(packed[sender], device, "replicate")
-            of_receiver = self._flat_at(device)
-            targets = [of_receiver[number] for number in numbers]
-            unpack(packed[receiver], sizes, targets)
+            self._unpack(packed[receiver], numbers, device)
+
+    def _unpack(
+        self, packed: Tensor, numbers: Sequence[int], device: torch.device
+    ) -> None:
+        """Copy a message that has arrived to the tensors of ``device``."""
+        of_device = self.at(device)
+        targets = [of_device[number] for number in numbers]
+        # The user's tensors may be stored in another way than when messages were made,
+        # or have another dtype, as the results of ``weight_norm`` after
+        # ``module.double()``.
+        if device == self.memories[0] or packed.dtype != targets[0].dtype:
+            unpack_as(targets, packed)
+            return
+        flat = self._flat_at(device)
+        parts = [flat[number] for number in numbers]
+        unpack(in_words(packed), list(map(Tensor.numel, parts)), parts)
 
     def _relay(
         self, devices: Sequence[torch.device], numbers: Set[int], transfers: Transfers
@@ -444,9 +466,13 @@ class Broadcast:
         """
         if device not in self._flat:
             flat: dict[int, Tensor] = {}
-            for number, tensor in enumerate(self.at(device)):
+            copies = self._copies[self.memories[1]]
+            pairs = zip(self.at(device), copies, strict=True)
+            for number, (tensor, like) in enumerate(pairs):
                 view = flat_view(tensor)
-                if view is not None:
+                # The user may have exchanged a storage for one of another layout.
+                has_same_layout = tensor.stride() == like.stride()
+                if view is not None and has_same_layout and tensor.dtype == like.dtype:
                     flat[number] = in_words(view)
             self._flat[device] = flat
         return self._flat[device]
@@ -458,8 +484,20 @@ class Broadcast:
         self.forms = Forms(self._tensors)
 
     def are_in_place(self) -> bool:
-        """Whether the storage, shape and strides of all tensors are as they were."""
-        return all(map(Tensor.is_set_to, self._tensors, self.places))
+        """Whether the storage, shape, strides and dtype of all tensors are as they
+        were, and whether they are conjugated or negated lazily.
+        """
+        are_set = all(map(Tensor.is_set_to, self._tensors, self.places))
+        return are_set and _kinds(self._tensors) == self._kinds
+
+
+def _kinds(tensors: Sequence[Tensor]) -> list[Any]:
+    """How to read the bits of tensors, which ``is_set_to`` does not compare."""
+    # Without a line of Python per tensor.
+    kinds: list[Any] = list(map(_DTYPE_OF_TENSOR, tensors))
+    kinds += map(Tensor.is_conj, tensors)
+    kinds += map(Tensor.is_neg, tensors)
+    return kinds
 
 
 def addresses(tensors: Sequence[Tensor]) -> list[int]:
@@ -488,13 +526,13 @@ def sharing_storages(tensors: Sequence[Tensor]) -> Mapping[int, Set[int]]:
 def _layout(contents: ModuleContents) -> list[Any]:
     """Per tensor: what copies depend on, and whether it is a parameter.
 
-    Of buffers that share memory also where they are in it, as copies share it, too.
+    Of tensors that share memory also where they are in it, as copies share it, too.
     """
     layout: list[Any] = []
     first_in_storage: dict[int, int] = {}  # its number, by the storage's address
     for number, (key, tensor) in enumerate(contents.tensors.items()):
         is_weight = key in contents.weights
-        address = None if is_weight else shareable_storage(tensor)
+        address = shareable_storage(tensor)
         place = None
         if address is not None:
             first = first_in_storage.setdefault(address, number)

@@ -21,10 +21,11 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 
-def set_computed(module: nn.Module, hook: Any) -> None:
+def set_computed(module: nn.Module, hook: Any) -> bool:
     """Set the attribute of ``module`` that ``hook`` computes.
 
-    Call it under ``torch.no_grad()``.
+    Call it under ``torch.no_grad()``. Returns whether the attribute is the same tensor
+    as before.
     """
     name = name_of_computed(hook)
     if isinstance(hook, WeightNorm):
@@ -32,12 +33,15 @@ def set_computed(module: nn.Module, hook: Any) -> None:
     else:
         weight = hook.apply_mask(module)
     present = getattr(module, name)
-    if present.shape == weight.shape and present.device == weight.device:
-        # The same tensor, so that replicas need no rebuilding. Its memory is not
-        # written, because callbacks let others share it.
-        present.data = weight
-    else:
+    is_alike = present.shape == weight.shape and present.device == weight.device
+    # A call in inference mode has computed one that counts no writes.
+    if not is_alike or present.is_inference():
         setattr(module, name, weight)
+        return False
+    # The same tensor, so that replicas need no rebuilding. Its memory is not written,
+    # because callbacks let others share it.
+    present.data = weight
+    return True
 
 
 def name_of_computed(hook: Any) -> str:

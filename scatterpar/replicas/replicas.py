@@ -352,10 +352,10 @@ class ReplicaSet:
         self.device_ids = device_ids
         if is_new or not self._update_in_place(share):
             self._build()
-        for module, hook in self.computed:
-            set_computed(module, hook)
-        if self.computed:
-            self.broadcast.forget_moved()
+        are_same = [set_computed(module, hook) for module, hook in self.computed]
+        # They are stored elsewhere now, and perhaps in another dtype or layout.
+        if are_same and not (all(are_same) and self.broadcast.adopt_storages()):
+            self._build()
 
     def forget(self) -> None:
         """Let the next ``follow`` make new replicas."""

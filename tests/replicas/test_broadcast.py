@@ -265,11 +265,39 @@ def test_arrival_of_packed_tensors_is_counted(broadcast, module):
     assert all(now > earlier for now, earlier in zip(after, before, strict=True))
 
 
+@pytest.mark.parametrize("relays", [False, True])
+@pytest.mark.parametrize(
+    "exchange",
+    [torch.Tensor.double, lambda tensor: tensor.to(memory_format=torch.channels_last)],
+    ids=["double", "channels last"],
+)
+@pytest.mark.parametrize("owner", [0, 1])
+def test_owner_has_exchanged_a_storage(exchange, owner, relays, monkeypatch):
+    """For one of another dtype, or of other strides."""
+    if relays:
+        monkeypatch.setattr(pieces, "BYTES_PER_DEVICE", 1)
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(2, 3, 2, 2))
+    module.bias = nn.Parameter(torch.ones(3))
+    broadcast = Broadcast(ModuleContents((module,)), DEVICES)
+    sent(broadcast)
+    for seed in range(2):
+        values = [randn(*shape, seed=seed).float() for shape in ((2, 3, 2, 2), (3,))]
+        module.weight.data = exchange(module.weight.data)
+        with torch.no_grad():
+            for tensor, value in zip(broadcast.at(DEVICES[owner]), values, strict=True):
+                tensor.copy_(value)
+            broadcast.send_owned(dict.fromkeys(range(2), DEVICES[owner]), Transfers())
+        for device in DEVICES:
+            for tensor, value in zip(broadcast.at(device), values, strict=True):
+                assert torch.equal(tensor.float(), value)
+
+
 class Subclass(torch.Tensor):
     """A tensor of a class of the user's."""
 
 
-def test_tensor_of_a_subclass_is_sent_alone(module):
+def test_tensor_of_a_subclass_is_sent(module):
     module.own = torch.ones(2).as_subclass(Subclass)
     broadcast = Broadcast(ModuleContents((module,)), DEVICES)
     for value in (1.0, 2.0):

@@ -33,7 +33,8 @@ def version_counters_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
     The body leaves the values as they were: a graph that has saved them stays valid,
     and a changed counter would refuse its backward pass.
     """
-    kept = tuple(tensors)
+    # Inference tensors have no counter.
+    kept = tuple(tensor for tensor in tensors if not tensor.is_inference())
     versions = tuple(map(_COUNTER, kept))
     try:
         yield

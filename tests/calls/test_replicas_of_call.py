@@ -485,6 +485,22 @@ def test_step_that_fails_hides_no_exchanged_storage(layout):
         assert_close(engine(ROWS).detach(), net(ROWS).detach(), "output")
 
 
+@pytest.mark.parametrize("is_training", [False, True])
+def test_module_made_in_inference_mode(is_training):
+    """Its tensors count no writes. In training mode the call was refused."""
+    with torch.inference_mode():
+        net = build(mlp).train(is_training)
+    told: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if is_training:  # a look computes gradients, which such tensors cannot have
+        told = pytest.warns(UserWarning, match="could not check")
+    with ScatterOnceParallel(net, 1, ["cpu:0", "cpu:1"]) as engine, told:
+        for _ in range(3):
+            with torch.inference_mode():
+                assert_close(engine(ROWS), net(ROWS), "output")
+                for parameter in net.parameters():
+                    parameter.mul_(1.1)
+
+
 def test_freezing_is_followed_in_inference_mode(layout):
     """Copies stayed connected there, and torch let nobody freeze them."""
     net = build(mlp)

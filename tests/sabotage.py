@@ -2001,13 +2001,42 @@ SABOTAGES = [
         seen_by="test_all_get_values_of_the_first",
     ),
     Sabotage(
+        name="views of storages that an optimizer has exchanged stay after its step",
+        promise="never stale",
+        file="replicas/broadcast.py",
+        place="Broadcast.send_owned",
+        text="""finally:
+            # The user may put the former storages back, which are in place then.
+            self._forget_moved()""",
+        replacement="finally:\n            pass",
+        seen_by="test_storage_put_back_after_a_sharded_step",
+    ),
+    Sabotage(
+        name="another dtype in the same memory is not followed",
+        promise="never stale",
+        file="replicas/broadcast.py",
+        place="Broadcast.are_in_place",
+        text="are_set and _kinds(self._tensors) == self._kinds",
+        replacement="are_set",
+        seen_by="test_change_between_steps",
+    ),
+    Sabotage(
+        name="a message of another dtype is copied as if it were of the copies' own",
+        promise="exact",
+        file="replicas/broadcast.py",
+        place="Broadcast._unpack",
+        text="or packed.dtype != targets[0].dtype",
+        replacement="",
+        seen_by="test_owner_has_exchanged_a_storage",
+    ),
+    Sabotage(
         name="a chain of devices sends what a parameter was before its storage changed",
         promise="never stale",
         file="replicas/broadcast.py",
         place="Broadcast._forget_flat",
         text="self._relays.clear()",
         replacement="pass",
-        seen_by="test_relay_of_the_last_step_sends_values_of_now",
+        seen_by="test_views_of_the_last_step_have_values_of_now",
     ),
     Sabotage(
         name="the commit is prepared when devices are done",

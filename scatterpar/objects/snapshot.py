@@ -5,9 +5,9 @@ from __future__ import annotations
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator
-from itertools import chain, compress, islice, repeat, starmap
+from itertools import chain, islice, starmap
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -31,14 +31,6 @@ _SWITCHES = {bool, str, bytes, types.NoneType}
 # The number of a container, the position of a key, the value there. Not the key: in a
 # replica's dictionary it may be the replica's module.
 ValueChange = tuple[int, int, Any]
-
-
-class _PlainValues(NamedTuple):
-    """Plain values, each with its dictionary and its key there."""
-
-    dictionaries: list[dict[str, Any]]
-    names: list[str]
-    values: list[Any]
 
 
 class Snapshot:
@@ -74,12 +66,9 @@ class Snapshot:
         # lengths take three times as long.
         self._empty: list[Any] = []
         self._dicts: list[dict[str, Any]] = []
-        self._sizes_of_dicts: list[int] = []
         self._names: list[str] = []
         self._values: list[Any] = []
         self._others: list[tuple[Any, Any]] = []
-        # Found when they are asked for: a schedule changes values in each step.
-        self._plain: _PlainValues | None = None
         for container, saved in zip(self._containers, self._saved, strict=True):
             if not saved:
                 self._empty.append(container)
@@ -89,7 +78,6 @@ class Snapshot:
             # Keys may be tensors, whose ``==`` is no answer.
             if type(container) is dict and {str}.issuperset(map(type, saved)):
                 self._dicts.append(container)
-                self._sizes_of_dicts.append(len(saved))
                 self._names += saved
                 self._values += saved.values()
             else:
@@ -110,19 +98,6 @@ class Snapshot:
         if not all(map(is_, values, self._values)):
             return False
         return all(starmap(is_same, self._others))
-
-    def _plain_values(self) -> _PlainValues:
-        """The plain values in dictionaries with names as keys."""
-        if self._plain is not None:
-            return self._plain
-        are_plain = list(map(PLAIN.__contains__, map(type, self._values)))
-        owners = chain.from_iterable(map(repeat, self._dicts, self._sizes_of_dicts))
-        self._plain = _PlainValues(
-            list(compress(owners, are_plain)),
-            list(compress(self._names, are_plain)),
-            list(compress(self._values, are_plain)),
-        )
-        return self._plain
 
     def flags(self) -> int:
         """A hash of the values that may be switches: strings, booleans, bytes and
@@ -171,27 +146,6 @@ class Snapshot:
                 changes.append((number, position, value))
         return changes if self._facts() == self._known else None
 
-    def replaced_values(self) -> list[ValueChange]:
-        """As ``value_changes``, whatever else has changed.
-
-        Mostly nothing has, and plain values alone are compared: in a fourth of the time
-        of ``unchanged``.
-        """
-        plain = self._plain_values()
-        present = map(dict.get, plain.dictionaries, plain.names)
-        are_same = all(map(is_, present, plain.values))
-        if are_same and all(starmap(is_same, self._others)):
-            return []
-        changes: list[ValueChange] = []
-        for number, container, saved in self.changed():
-            if not isinstance(saved, dict):
-                continue
-            for position, (key, earlier) in enumerate(saved.items()):
-                value = container.get(key, earlier)
-                if value is not earlier and {type(value), type(earlier)} <= PLAIN:
-                    changes.append((number, position, value))
-        return changes
-
     def new_data(self, registries: Container[int]) -> list[tuple[int, Any, Any]] | None:
         """Number, container and saved contents of each in which data was written.
 
@@ -225,8 +179,7 @@ class Snapshot:
     def apply_changes(self, changes: Iterable[ValueChange]) -> None:
         """Replace plain values in the containers and in their remembered contents."""
         for number, position, value in changes:
-            # Its position in the container may be another one since.
-            key = next(islice(self._saved[number], position, None))
+            key = next(islice(self._containers[number], position, None))
             self._containers[number][key] = value
             self._saved[number][key] = value
         self._remember()

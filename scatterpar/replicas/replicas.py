@@ -350,7 +350,7 @@ class ReplicaSet:
         is_new |= self.lacks_data and share is None
         self.root = root
         self.device_ids = device_ids
-        if is_new or not self._update_in_place(share):
+        if is_new or not self._update_in_place(asks_places=True, share=share):
             self._build()
         are_same = [set_computed(module, hook) for module, hook in self.computed]
         # They are stored elsewhere now, and perhaps in another dtype or layout.
@@ -366,18 +366,9 @@ class ReplicaSet:
 
         Anything else that has changed waits for the next ``follow``.
         """
-        state = self.state
-        if state is None:
-            return
-        # In loops of libraries more has changed: who runs the calls of modules.
-        changes = state.replaced_values()
-        if changes:
-            self._copy_values(state, changes)
-        forms = self.broadcast.forms
-        if forms is None or not forms.are_same():
-            # Tensors that are made in inference mode could not be trained later.
-            with torch.inference_mode(False), torch.no_grad():
-                self._follow_requires_grad()
+        # Tensors that are made in inference mode could not be trained later.
+        with torch.inference_mode(False), torch.no_grad():
+            self._update_in_place(asks_places=False)
 
     def send(
         self, transfers: Transfers, comparison: CopyComparison, *, lazily: bool
@@ -437,8 +428,11 @@ class ReplicaSet:
                 # Not zeros: the next step shall see which tensors are used.
                 tensor.grad = None
 
-    def _update_in_place(self, share: Callable[[], bool] | None = None) -> bool:
-        """Copy changed plain values, and set which tensors require grad.
+    def _update_in_place(
+        self, asks_places: bool, share: Callable[[], bool] | None = None
+    ) -> bool:
+        """Copy changed plain values, and set which tensors require grad. If it
+        ``asks_places``, tensors whose storage was exchanged are found.
 
         Returns ``False`` if anything else has changed, and is not shared by ``share``,
         so that new replicas are needed.
@@ -451,47 +445,38 @@ class ReplicaSet:
         # Before ``adopt_storages``: whether the slots, too, are those of the tensors.
         forms = self.broadcast.forms
         have_same_forms = forms is not None and forms.are_same()
-        if not self.broadcast.adopt_storages(have_same_forms=have_same_forms):
+        if asks_places and not self.broadcast.adopt_storages(
+            have_same_forms=have_same_forms
+        ):
             return False
         if not self.state.unchanged():
             changes = self.state.value_changes()
             if changes is not None:
-                self._copy_values(self.state, changes)
-            elif share is not None and share():
-                self._follow_flags(self.state)
-            else:
+                self.state.apply_changes(changes)
+                for replica in self.replicas:
+                    replica.apply_changes(changes)
+            elif share is None or not share():
                 return False
-        if not have_same_forms:
-            self._follow_requires_grad()
-            # Not in a backward pass: its modes are others, so forms would differ.
-            self.broadcast.remember_forms()
-        return True
-
-    def _copy_values(self, state: Snapshot, changes: Sequence[ValueChange]) -> None:
-        """Copy plain values that the user has replaced."""
-        state.apply_changes(changes)
-        for replica in self.replicas:
-            replica.apply_changes(changes)
-        self._follow_flags(state)
-
-    def _follow_flags(self, state: Snapshot) -> None:
-        # Switches such as ``training`` change what a forward pass writes; a rate does
-        # not.
-        flags = state.flags()
-        if flags != self.flags:
-            # A forward pass in another mode may write what it did not write before.
-            self._sends_in_mode = 0
-            self.broadcast.expect_no_change()
-        self.flags = flags
-        self._forget_compiled_calls()
-
-    def _follow_requires_grad(self) -> None:
-        """Let those tensors of the replicas require grad whose originals do now."""
+            # Switches such as ``training`` change what a forward pass writes; a rate
+            # does not.
+            flags = self.state.flags()
+            if flags != self.flags:
+                # A forward pass in another mode may write what it did not write before.
+                self._sends_in_mode = 0
+                self.broadcast.expect_no_change()
+            self.flags = flags
+            self._forget_compiled_calls()
+        if have_same_forms:
+            return True
         tensors = self.contents.tensor_list
         if list(map(REQUIRES_GRAD, tensors)) != self.slots.requires_grad:
             self.broadcast.forms = None  # those that the slots followed before
             self.slots = Slots(self.contents, self.options.accumulate_dtype)
             self._set_requires_grad()
+        # A backward pass has other modes than calls, so their forms would differ.
+        if asks_places:
+            self.broadcast.remember_forms()
+        return True
 
     def _set_requires_grad(self) -> None:
         """Set which tensors of the replicas require grad."""

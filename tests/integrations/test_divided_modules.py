@@ -189,38 +189,71 @@ def test_checkpoint_inside_of_the_model(divided_calls):
     divided.close()
 
 
-class Scaled(Net):
-    """Computes its head again, times a factor that the loop may change."""
-
-    factor = 1.0
-
-    def __init__(self):
-        super().__init__()
-        self.factor = 1.0
+class Noted(Net):
+    """Computes its head again, by what ``forward`` has noted of its rows."""
 
     def forward(self, rows):
+        self.has_large = bool((rows > 1).any())
+        self.num_rows = len(rows)
         return checkpoint(self.outputs_of, self.body(rows), use_reentrant=True)
 
     def outputs_of(self, hidden):
-        return self.heads[0](self.factor * hidden)
+        outputs = self.heads[0](hidden.reshape(self.num_rows, -1))
+        return outputs.square() if self.has_large else outputs
 
 
-def test_checkpoint_in_a_step_that_goes_on():
-    """As Lightning makes a backward pass; calls were as before the factor changed."""
-    model = build(Scaled)
-    plain = copy.deepcopy(model)
+class Weighted(Net):
+    """Multiplies by a parameter, which autograd keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, rows):
+        return self.heads[0](self.body(rows)) * self.factor
+
+
+def backward_in_a_step_that_goes_on(model, rows, between=lambda: None):
+    """As Lightning makes it, where modules have been given other calls meanwhile."""
     divided = DividedModules(model, VIRTUAL)
-    with divided.step(ROWS):
-        model(ROWS)  # the first call makes replicas
-        loss = model(ROWS).square().mean()
-    expected = plain(ROWS).square().mean()
-    model.factor = plain.factor = 3.0
+    with divided.step(rows):
+        model(rows[1:3])  # the first call makes replicas
+        loss = model(rows).square().mean()
+    between()
     with divided.step(goes_on=True):
         loss.backward()
-    expected.backward()
+    divided.close()
+
+
+def assert_same_gradients(model, plain):
     for parameter, of_plain in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, of_plain.grad)
-    divided.close()
+
+
+@pytest.mark.filterwarnings("ignore:forward sets the attribute 'num_rows'")
+def test_checkpoint_computes_with_notes_of_its_replica():
+    model = build(Noted)
+    plain = copy.deepcopy(model)
+    rows = ROWS[:5].clamp(-1, 1)
+    rows[0, 0] = 2
+    backward_in_a_step_that_goes_on(model, rows)
+    for part in rows.split(3):  # those of a replica
+        outputs = plain(part)
+        (outputs.square().sum() / (len(rows) * outputs.size(1))).backward()
+    assert_same_gradients(model, plain)
+
+
+def test_parameter_frozen_after_the_call():
+    """Autograd refused the copy that it had kept."""
+    model = build(Weighted)
+    plain = copy.deepcopy(model)
+    backward_in_a_step_that_goes_on(
+        model, ROWS, lambda: model.factor.requires_grad_(False)
+    )
+    loss = plain(ROWS).square().mean()
+    plain.factor.requires_grad_(False)
+    loss.backward()
+    assert_same_gradients(model, plain)
 
 
 def test_checkpoint_around_a_part(divided_calls):

@@ -57,36 +57,6 @@ def test_change_noticed_and_restored(change):
         )
 
 
-@pytest.mark.parametrize("is_asked_before", [True, False])
-@pytest.mark.parametrize("change", CHANGES)
-def test_replaced_plain_values(change, is_asked_before):
-    watched = containers()
-    snapshot = Snapshot(watched)
-    if is_asked_before:
-        assert not snapshot.replaced_values()
-    CHANGES[change](watched)
-    assert snapshot.replaced_values() == ([(0, 0, 2)] if change == "a value" else [])
-    snapshot.accept()
-    assert not snapshot.replaced_values()
-
-
-def test_values_are_replaced_beside_other_changes():
-    """The dictionary has grown before the values are asked for."""
-    first = {"a": [], "b": 1, "c": 2}
-    snapshot = Snapshot([first, {"c": 2}, [5]])
-    del first["a"]
-    first["d"] = 3
-    assert not snapshot.replaced_values()
-    first["c"] = 4
-    assert snapshot.value_changes() is None
-    changes = snapshot.replaced_values()
-    assert changes == [(0, 2, 4)]
-    snapshot.apply_changes(changes)
-    assert first == {"b": 1, "c": 4, "d": 3}
-    assert not snapshot.replaced_values()
-    assert not snapshot.unchanged()
-
-
 def refused(*_):
     raise TypeError("an entry stays")
 

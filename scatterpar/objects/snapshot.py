@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import chain, islice, starmap
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -28,9 +28,22 @@ _CONTAINERS_OF_VALUES = {
 _WRITABLE = OrderedDict, dict, set, list, deque
 _SWITCHES = {bool, str, bytes, types.NoneType}
 
-# The number of a container, the position of a key, the value there. Not the key: in a
-# replica's dictionary it may be the replica's module.
-ValueChange = tuple[int, int, Any]
+
+class ValueChange(NamedTuple):
+    """A plain value that was replaced by another one.
+
+    Attributes:
+        container: the number of the dictionary.
+        position: that of the key, which may be a module: the replica's dictionary has
+            the replica's module there.
+        key: as it is in the user's dictionary.
+        value: the new one.
+    """
+
+    container: int
+    position: int
+    key: Any
+    value: Any
 
 
 class Snapshot:
@@ -137,13 +150,13 @@ class Snapshot:
             # By identity: keys may be tensors.
             if not isinstance(saved, dict) or not is_same([*container], [*saved]):
                 return None
-            values = zip(container.values(), saved.values(), strict=True)
-            for position, (value, earlier) in enumerate(values):
+            pairs = zip(container.items(), saved.values(), strict=True)
+            for position, ((key, value), earlier) in enumerate(pairs):
                 if value is earlier:
                     continue
                 if not {type(value), type(earlier)} <= PLAIN:
                     return None
-                changes.append((number, position, value))
+                changes.append(ValueChange(number, position, key, value))
         return changes if self._facts() == self._known else None
 
     def new_data(self, registries: Container[int]) -> list[tuple[int, Any, Any]] | None:
@@ -178,10 +191,14 @@ class Snapshot:
 
     def apply_changes(self, changes: Iterable[ValueChange]) -> None:
         """Replace plain values in the containers and in their remembered contents."""
-        for number, position, value in changes:
-            key = next(islice(self._containers[number], position, None))
-            self._containers[number][key] = value
-            self._saved[number][key] = value
+        for change in changes:
+            container = self._containers[change.container]
+            key = change.key
+            # Names may be in another order in a replica.
+            if type(key) not in PLAIN:
+                key = next(islice(container, change.position, None))
+            container[key] = change.value
+            self._saved[change.container][key] = change.value
         self._remember()
 
 

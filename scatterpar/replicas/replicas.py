@@ -848,7 +848,9 @@ class Replica(ModuleCopy):
 
     def apply_changes(self, changes: Iterable[ValueChange]) -> None:
         """Replace plain values, as the user has in the original's containers."""
-        copied = [(number, key, self.copy_of(value)) for number, key, value in changes]
+        copied = [
+            change._replace(value=self.copy_of(change.value)) for change in changes
+        ]
         self.state.apply_changes(copied)
 
     def clear_records(self) -> None:

@@ -513,6 +513,33 @@ def test_freezing_is_followed_in_inference_mode(layout):
         assert net[0].weight.grad is not None  # that of the first backward pass
 
 
+class Factors(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.first = self.second = self.third = 1.0
+
+    def forward(self, rows):
+        return self.linear(rows) * self.first * self.second**2 * self.third**3
+
+
+def test_attribute_set_after_others_moved(layout):
+    """One that is deleted and set again is the last. Another one was changed instead,
+    silently.
+    """
+    net = build(Factors)
+    rows = randn(6, 4)
+    with ScatterOnceParallel(net, device_ids=layout) as engine:
+        engine(rows)
+        del net.first
+        net.first = 1.0
+        engine(rows)
+        net.third = 3.0
+        assert_close(engine(rows).detach(), net(rows).detach(), "output")
+        net.second = 0.5
+        assert_close(engine(rows).detach(), net(rows).detach(), "output")
+
+
 class Tied(nn.Module):
     """Buffers in the memory of weights; torch counts writes of each separately."""
 

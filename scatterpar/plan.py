@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -108,6 +108,13 @@ class Plan(Printed):
         for share, values_of_share in zip(self.shares, values, strict=True):
             pieces += zip(share.micro_batches, values_of_share, strict=True)
         return [value for _, value in sorted(pieces, key=itemgetter(0))]
+
+    def in_one_pass(self) -> Plan:
+        """The same shares of one batch, each with a single sub-step."""
+        shares: list[Share] = []
+        for share in self.shares:
+            shares.append(replace(share, micro_batches=((share.start, share.stop),)))
+        return replace(self, shares=tuple(shares))
 
     def rows_of(self, replica: int, sub_step: int) -> range:
         """The numbers, in the batch, of the rows of one sub-step.

@@ -277,6 +277,8 @@ class Calls:
             refuse_without_events(self._device_ids)
         args, kwargs = arguments
         plan = make_plan(rows, self._device_ids, shares=options.shares)
+        # In a step, a larger share has more sub-steps.
+        plan = plan.in_one_pass()
         transfers = AutogradTransfers()
         seconds = dict.fromkeys(PHASES, 0.0)
         gradients = self.gradients

@@ -27,7 +27,7 @@ from calls.loss_programs import LOSSES
 from calls.module_programs import CLAMPED, MODULES, OUTPUTS
 from calls.programs import PROGRAMS, SELECTING, Own, Program, cross_entropy, mlp
 from calls.training_loops import LOOPS
-from scatterpar import DataParallelModel, ScatterOnceParallel, gather
+from scatterpar import DataParallelModel, Rows, ScatterOnceParallel, gather
 
 ALL = PROGRAMS | MODULES | OUTPUTS | LOSSES
 LAYOUTS = [["cpu"], ["cpu"] * 2, ["cpu:0", "cpu:1"], ["cpu:0", "cpu:1", "cpu:0"]]
@@ -57,12 +57,12 @@ def run(program, call, net, no_sync, calls):
     return losses
 
 
-def check_program(program, layout, calls, way="engine"):
+def check_program(program, layout, calls, way="engine", **options):
     net, plain = build(program.make), build(program.make)
     expected = run(program, plain, plain, contextlib.nullcontext, calls)
     with warnings.catch_warnings(action="ignore"):
         if way == "engine":
-            with ScatterOnceParallel(net, device_ids=layout) as engine:
+            with ScatterOnceParallel(net, device_ids=layout, **options) as engine:
                 found = run(program, engine, net, engine.no_sync, calls)
         else:
             pair = DataParallelModel(net, layout)
@@ -83,6 +83,30 @@ def gathered(pair):
 @pytest.mark.parametrize("name", ALL)
 def test_program_equals_plain_torch(name, layout):
     check_program(ALL[name], layout, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_program_with_unequal_shares(name):
+    """A larger share has more sub-steps in a step, and one pass in a call."""
+    check_program(ALL[name], LAYOUTS[2], 2, shares=[1, 2])
+
+
+def _pairs(self, rows, names):
+    output = self.net(rows)
+    return output, [output.sin(), {"cosine": output.cos()}]
+
+
+@pytest.mark.parametrize("count", [4, 5, 6])
+def test_list_as_long_as_a_micro_batch(count):
+    """With unequal shares, of a step: it has two entries, as the first share rows."""
+    net = build(lambda: Other(_pairs))
+    layout = LAYOUTS[2]
+    with ScatterOnceParallel(net, device_ids=layout, shares=[1, 2]) as engine:
+        output, (sine, cosine) = engine(ROWS[:count], Rows(["a"] * count))
+    torch.testing.assert_close(output, net.net(ROWS[:count]))
+    torch.testing.assert_close(sine, output.sin())
+    torch.testing.assert_close(cosine["cosine"], output.cos())
 
 
 LATER = [name for name in ALL if name.endswith("later")]

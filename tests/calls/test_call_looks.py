@@ -104,9 +104,13 @@ def test_look_leaves_cached_parametrizations(use, name, layout):
     assert_gradients(nets[0], gradients(nets[1]))
 
 
-def test_rows_that_meet_are_told():
+@pytest.mark.parametrize("shares", [None, [1, 2]])
+def test_rows_that_meet_are_told(shares):
+    """Not with unequal shares, which were taken for those of a step, in sub-steps."""
     with (
-        engine_of(lambda self, rows: self.net(rows).softmax(0)) as engine,
+        engine_of(
+            lambda self, rows: self.net(rows).softmax(0), shares=shares
+        ) as engine,
         pytest.warns(UserWarning, match="other outputs for a few rows"),
     ):
         engine(ROWS)

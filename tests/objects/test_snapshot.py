@@ -127,7 +127,7 @@ def test_only_plain_values_are_copied():
     snapshot = Snapshot(watched)
     watched[0]["a"] = 5
     changes = snapshot.value_changes()
-    assert changes == [(0, 0, 5)]
+    assert changes == [(0, 0, "a", 5)]
     snapshot.apply_changes(changes)
     assert snapshot.unchanged()
     watched[0]["b"] = torch.ones(2)

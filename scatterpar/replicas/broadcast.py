@@ -16,10 +16,9 @@ from torch import Tensor
 from scatterpar.devices.coalescing import (
     empty_like_on,
     messages,
-    pack,
     shareable_storage,
     tree_pairs,
-    unpack_as,
+    unpack_converted,
 )
 from scatterpar.devices.copies import to_numbers
 from scatterpar.devices.fingerprints import Fingerprints
@@ -34,7 +33,7 @@ from scatterpar.replicas.fused_writes import CopiedParameters
 from scatterpar.replicas.large_tensors import Freshness, Reading, is_large, sample
 from scatterpar.replicas.module_contents import ModuleContents
 from scatterpar.replicas.refused_modules import refuse_uncopied
-from scatterpar.torch_private.tensors import Forms
+from scatterpar.torch_private.tensors import Forms, flatten_dense
 
 # A buffer that differed in so many comparisons in a row changes in each step. In one of
 # so many comparisons it is asked again.
@@ -411,7 +410,7 @@ class Broadcast:
     ) -> None:
         """Send the tensors of a message from the first device to all others."""
         of_owner = self.at(devices[0])
-        packed = {0: pack([of_owner[number] for number in numbers])}
+        packed = {0: flatten_dense([of_owner[number] for number in numbers])}
         for sender, receiver in reversed(tree_pairs(len(devices))):
             device = devices[receiver]
             packed[receiver] = transfers.copy(packed[sender], device, "replicate")
@@ -423,11 +422,10 @@ class Broadcast:
         """Copy a message that has arrived to the tensors of ``device``."""
         of_device = self.at(device)
         targets = [of_device[number] for number in numbers]
-        # The user's tensors may be stored in another way than when messages were made,
-        # or have another dtype, as the results of ``weight_norm`` after
-        # ``module.double()``.
+        # An optimizer of ``ShardedOptimizer`` may have exchanged storages of the user's
+        # tensors for some of another layout or dtype. Copies keep theirs.
         if device == self.memories[0] or packed.dtype != targets[0].dtype:
-            unpack_as(targets, packed)
+            unpack_converted(packed, targets)
             return
         flat = self._flat_at(device)
         parts = [flat[number] for number in numbers]
